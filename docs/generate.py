@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from echelon.charts import Series, line_chart
+from echelon.collectives.mesh.layout import Layout
 from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
-from echelon.mesh.layout import Layout
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
 from echelon.quantities import heading, show_figure, show_seconds
+from echelon.train.charts import Series, line_chart
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
@@ -273,66 +273,18 @@ class Layer(NamedTuple):
 LAYERS = (
     Layer(("cli",), (), "commands; thin"),
     Layer(("verify", "bench"), ("report",), "what a person looks at"),
-    Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
-    Layer(("engine",), (), "parallelize() composes a plan"),
-    Layer(("planner", "async_training", "audit"), (), "splits layers; workers at their own pace; compares"),
-    Layer(("runtime",), (), "stages, interpreter, update"),
-    Layer(
-        (
-            "data_parallel",
-            "pipeline_parallel",
-            "tensor_parallel",
-            "context_parallel",
-            "expert_parallel",
-            "recompute",
-            "offload",
-            "gist",
-        ),
-        (),
-        "strategies",
-    ),
-    Layer(("experts", "draws"), (), "gates and experts; draws of a forward"),
-    Layer(
-        ("precision", "memory", "dropout", "initialization", "shards"),
-        (),
-        "types; bytes; masks; first values",
-    ),
-    Layer(("checkpoint",), (), "state in files, for any plan"),
-    Layer(("assembly",), (), "whole tensors, put together"),
-    Layer(("optim", "mesh", "ownership", "activation_offload"), (), "who stands where, who owns what"),
+    Layer(("train",), (), "a whole run"),
+    Layer(("engine",), (), "parallelize() composes a plan; steps"),
+    Layer(("update", "memory", "planner"), (), "gradients to weights; less memory; splits layers"),
+    Layer(("parallel",), (), "strategies that divide the work"),
+    Layer(("nn",), (), "how modules are called"),
+    Layer(("state",), (), "who owns what; state in files"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
-    Layer(("launching",), (), "starts, watches and ends ranks"),
-    Layer(("program",), (), "a step as a program: pure data"),
+    Layer(("launching", "program"), (), "starts and watches ranks; a step as data"),
     Layer(("plan",), (), "a plan: pure data"),
-    Layer(("layering",), (), "the layers of a model"),
-    Layer(("huggingface",), (), "what is known of transformers"),
-    Layer(("sequence", "weight_files"), (), "what layers see of a sequence; weights in files"),
-    Layer(
-        ("wrapping", "saved_tensors", "second_run", "graph_entry", "generators"),
-        (),
-        "how modules are called, and called again",
-    ),
-    Layer(
-        (
-            "tracing",
-            "products",
-            "entropy",
-            "fingerprint",
-            "hashing",
-            "text_file",
-            "bounded_json",
-            "disk_sync",
-        ),
-        (),
-        "small tools",
-    ),
-    Layer(
-        ("errors", "quantities", "hardware", "targets", "inputs", "version"),
-        (),
-        "errors; bytes as text; the machine; targets",
-    ),
+    Layer(("errors", "quantities", "hardware", "version"), (), "errors; bytes as text; the machine"),
 )
-BESIDE = Layer(("models", "data", "charts"), (), "stand beside")
+BESIDE = Layer(("models", "data"), (), "stand beside")
 
 
 def draw_layers() -> str:

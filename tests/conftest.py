@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from echelon.collectives import buffer_layout
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
-from echelon.precision import buffer_layout
 from echelon.verify import Case, contract
 from tests.warm_ranks import WarmRanks
 
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
-preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests.fuzz.case")
+preload("tests.parallel.pipeline.models", "tests.parallel.tensor.models", "tests.fuzz.case")
 
 with suppress(ImportError):  # tests/gpu can do without it
     from hypothesis import HealthCheck, settings

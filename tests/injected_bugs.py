@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echelon.plan import Plan
-from echelon.train.job_file import read_job
+from echelon.train.jobs.job_file import read_job
 from echelon.verify import Case
 from echelon.verify.job_case import case_of
 from tests.cases import Branching, adamw, mean_loss, signed_vectors

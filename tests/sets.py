@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from echelon.collectives import Group
-from echelon.data_parallel import ParameterSet, ShardGroups, SharedGradient, divide_units, named_subset
+from echelon.parallel.data import ParameterSet, ShardGroups, SharedGradient, divide_units, named_subset
 
 
 def set_of(

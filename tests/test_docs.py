@@ -23,15 +23,15 @@ from echelon.cli.main import app, run
 from echelon.engine import Engine, parallelize
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
-from echelon.huggingface import ENCODERS, FAMILIES, TENSOR_TABLES
-from echelon.huggingface.layers import LayerInputs
 from echelon.launching import Ranks
 from echelon.models import build as build_model
 from echelon.models import cross_entropy, preset, presets
+from echelon.nn.huggingface import ENCODERS, FAMILIES, TENSOR_TABLES
+from echelon.nn.huggingface.layers import LayerInputs
 from echelon.plan import SCHEDULES, Plan
 from echelon.program import Op, build, load_schedule, show
-from echelon.train.job import Job
-from echelon.train.job_file import read_job
+from echelon.train.jobs.job import Job
+from echelon.train.jobs.job_file import read_job
 from echelon.verify.inject_bug import BUGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -262,8 +262,8 @@ def test_the_files_of_the_tree_exist() -> None:
     named = re.findall(r"^ +([\w/]+(?:\.py|/))", tree, re.MULTILINE)
     assert len(named) > 15
     for name in named:
-        assert (package / name).exists() or (package / "data_parallel" / name).exists(), name
-    files = {path.name for path in (package / "data_parallel").glob("[a-z]*.py")}
+        assert (package / name).exists() or (package / "parallel" / "data" / name).exists(), name
+    files = {path.name for path in (package / "parallel" / "data").glob("[a-z]*.py")}
     assert {name for name in files if name not in tree} == set()
 
 
@@ -407,7 +407,7 @@ def test_imports_point_downward_as_the_picture_shows() -> None:
     for package in [*level, *generate.BESIDE.packages]:
         for file, imported in imports(ROOT / "src" / "echelon" / package):
             if package in generate.BESIDE.packages:
-                assert imported in ("entropy", "errors", "experts", "sequence", "targets", "weight_files"), (
+                assert imported in ("errors", "hardware", "nn", "quantities", "state"), (
                     f"{file.name} imports {imported}"
                 )
             elif imported in generate.BESIDE.packages:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
+from echelon.collectives.mesh import Mesh
 from echelon.launching import Ranks
-from echelon.mesh import Mesh
 from echelon.plan import Plan
 
 

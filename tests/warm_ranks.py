@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from echelon.collectives.mesh import Mesh
 from echelon.launching import Ranks
-from echelon.mesh import Mesh
 from echelon.plan import Plan
 
 T = TypeVar("T")

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 from echelon.version import VERSION
 
 if TYPE_CHECKING:
-    from echelon import data, optim
-    from echelon.engine import Engine, Evaluation, Metrics, parallelize
+    from echelon import data
+    from echelon.engine import Engine, Evaluation, Metrics
+    from echelon.engine.parallelize import parallelize
     from echelon.errors import UserError
-    from echelon.initialization import deferred
-    from echelon.inputs import Inputs
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
+    from echelon.nn import experts, sequence
+    from echelon.nn.initialization import deferred
+    from echelon.nn.inputs import Inputs
     from echelon.plan import Plan
+    from echelon.update import optim
 
 __version__ = VERSION
 
@@ -32,7 +35,7 @@ __version__ = VERSION
 _HOME = {
     "Engine": "echelon.engine",
     "Evaluation": "echelon.engine",
-    "Inputs": "echelon.inputs",
+    "Inputs": "echelon.nn.inputs",
     "Memory": "echelon.memory",
     "Metrics": "echelon.engine",
     "PeerLost": "echelon.launching",
@@ -41,9 +44,17 @@ _HOME = {
     "RankHung": "echelon.launching",
     "Ranks": "echelon.launching",
     "UserError": "echelon.errors",
-    "deferred": "echelon.initialization",
+    "deferred": "echelon.nn.initialization",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",
+}
+
+# Rooms that users write with: echelon.optim.Adafactor.
+_ROOMS = {
+    "data": "echelon.data",
+    "experts": "echelon.nn.experts",
+    "optim": "echelon.update.optim",
+    "sequence": "echelon.nn.sequence",
 }
 
 __all__ = [
@@ -60,15 +71,17 @@ __all__ = [
     "UserError",
     "data",
     "deferred",
+    "experts",
     "launch",
     "optim",
     "parallelize",
+    "sequence",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "optim"):
-        return import_module(f"echelon.{name}")
+    if name in _ROOMS:
+        return import_module(_ROOMS[name])
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute '{name}'")

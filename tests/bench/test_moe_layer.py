@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from echelon.bench import moe_layer
 from echelon.bench.moe_layer import FusedSwiGLU
-from echelon.experts import Experts
+from echelon.nn.experts import Experts
 
 
 def test_rows_compare_a_mixture_with_dense_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from echelon.bench import selective_costs
-from echelon.recompute import selective_operations
-from echelon.recompute.selective_operations import MOST_PASSES
+from echelon.memory.recompute import selective_operations
+from echelon.memory.recompute.selective_operations import MOST_PASSES
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "selective-costs.json"
 _KEPT = {"attention", "linear, rows of 6400"}

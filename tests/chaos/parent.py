@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.train.job import Job, as_plain
+from echelon.train.jobs.job import Job, as_plain
 from tests.chaos.training import leftovers
 
 

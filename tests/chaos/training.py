@@ -12,11 +12,11 @@ from typing import Any
 
 from safetensors.numpy import load
 
-from echelon.checkpoint import SavedState
-from echelon.checkpoint.copies import MemoryFolder
 from echelon.errors import UserError
+from echelon.state.checkpoint import SavedState
+from echelon.state.checkpoint.copies import MemoryFolder
 from echelon.train.events import Event, Restarting
-from echelon.train.job import Job, ModelJob, OptimizerJob
+from echelon.train.jobs.job import Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
 from tests.chaos.kill import Kill
 from tests.chaos.killer import FINAL, Killer, rank_processes

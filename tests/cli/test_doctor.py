@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from echelon import doctor
-from echelon.doctor import Finding, Report, Section
+from echelon.cli import doctor
+from echelon.cli.doctor import Finding, Report, Section
 from tests.cli.commands import output
 
 

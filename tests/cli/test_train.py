@@ -77,7 +77,7 @@ def test_an_impossible_job_starts_nothing_and_makes_no_folder(
     def start(*_: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("echelon.train.supervisor.Ranks", start)
+    monkeypatch.setattr("echelon.train.runs.supervisor.Ranks", start)
     out = tmp_path / "runs"
     code, shown, err = output(capsys, "train", *options, "--set", f"out={out}")
     assert (code, shown) == (2, "")

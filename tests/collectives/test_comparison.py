@@ -17,9 +17,9 @@ from echelon.collectives import (
     ring_all_reduce,
 )
 from echelon.collectives.comparison import Call
+from echelon.collectives.mesh import debugging
+from echelon.collectives.mesh.process_groups import new_host_group
 from echelon.launching import Ranks
-from echelon.mesh import debugging
-from echelon.mesh.process_groups import new_host_group
 
 Warm = Callable[[int], Ranks]
 ALL = (0, 1, 2)

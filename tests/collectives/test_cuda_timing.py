@@ -9,7 +9,6 @@ import torch
 
 from echelon.collectives import Ledger, Move, Traffic
 from echelon.collectives.cuda_timing import EventClock, EventTiming
-
 from tests.collectives.fake_device import FakeDevice, FakeStream, FakeWork
 
 

@@ -7,7 +7,6 @@ import torch
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.launching import Ranks
-
 from tests.collectives.test_torch_group import world
 
 Warm = Callable[[int], Ranks]

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from echelon.collectives import Ledger, TorchGroup, Traffic
 from echelon.launching import Ranks
-
 from tests.collectives.shared.real_ranks import wait_until
 
 

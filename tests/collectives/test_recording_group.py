@@ -6,7 +6,6 @@ import torch
 
 from echelon.collectives import RecordingGroup, ring_all_reduce
 from echelon.launching import Ranks
-
 from tests.collectives.test_group import entries, one_of_each
 
 Warm = Callable[[int], Ranks]

@@ -7,7 +7,6 @@ import torch
 
 from echelon.collectives import RecordingGroup, naive_all_reduce, ring_all_reduce
 from echelon.launching import Ranks
-
 from tests.collectives.test_torch_group import world
 
 Warm = Callable[[int], Ranks]

@@ -6,9 +6,8 @@ from echelon.collectives import Group, Ledger, Traffic
 from echelon.collectives.cuda_timing import EventClock, EventTiming
 from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.work import Work
-from tests.groups import PartialGroup
-
 from tests.collectives.fake_device import FakeDevice, FakeStream, FakeWork
+from tests.groups import PartialGroup
 
 
 class DeviceGroup(PartialGroup):

@@ -12,7 +12,6 @@ from echelon.collectives.backend import Backend
 from echelon.collectives.cuda_timing import EventClock, EventTiming
 from echelon.collectives.timing import HOST_TIMING
 from echelon.launching import Ranks
-
 from tests.collectives.fake_device import FakeDevice
 from tests.collectives.test_backend import StandIn
 

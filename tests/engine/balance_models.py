@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.experts import Gate, Routing, record
 from echelon.models import cross_entropy
+from echelon.nn.experts import Gate, Routing, record
 from echelon.verify import Case
 from tests.cases import adamw, random_tokens
-from tests.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
+from tests.nn.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
 
 
 class CrowdedGate(Gate):

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from echelon import parallelize
 from echelon.engine import Engine
-from echelon.experts import SoftmaxGate
 from echelon.models import cross_entropy
+from echelon.nn.experts import SoftmaxGate
 from tests.cases import adamw, mean_loss, random_tokens
 from tests.engine.test_deferred import deferring
-from tests.experts import models as experts
 from tests.marked_gradients import explode
-from tests.tensor_parallel.models import gpt, tokens
+from tests.nn.experts import models as experts
+from tests.parallel.tensor.models import gpt, tokens
 
 WIDTH, STEPS, SAMPLES = 8, 6, 8
 TABLE = {"0.linear": "column", "1.linear": "row", "2.linear": "replicated", "3": "replicated"}

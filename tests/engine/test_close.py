@@ -13,7 +13,7 @@ import echelon
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.cases import Perceptron, adamw, mean_loss, vectors
-from tests.tensor_parallel.models import language_case
+from tests.parallel.tensor.models import language_case
 
 Warm = Callable[[int], Ranks]
 

@@ -19,11 +19,11 @@ from echelon.engine.compiling import compile_layers
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
+from echelon.nn.wrapping import Wrapping
 from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, train_rank
 from echelon.verify.reference import TrainingResult
-from echelon.wrapping import Wrapping
 from tests.cases import adamw
 from tests.contract_models import SEQUENCE, VOCAB, Encoder, class_loss, token_loss, tokens, vectors
 

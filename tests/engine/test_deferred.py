@@ -12,9 +12,9 @@ import echelon
 from echelon.engine import Engine, updates
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.precision.loss_scaling import ScaleState
+from echelon.update.precision.loss_scaling import ScaleState
 from tests.cases import adamw, vectors
-from tests.data_parallel.test_zero_models import ByRank
+from tests.parallel.data.test_zero_models import ByRank
 from tests.reads import HasReadError, no_reads
 
 Warm = Callable[[int], Ranks]

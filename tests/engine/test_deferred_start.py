@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine import Engine, parallelize
 from echelon.errors import UserError
-from echelon.initialization import InitialValues
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset
+from echelon.nn.initialization import InitialValues
 from tests.peak_memory import PeakMemory
 
 MESSAGES = 8 * 2**20  # what links between ranks of one host take

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine import Engine
 from echelon.launching import Ranks
-from echelon.optim import cosine
+from echelon.update.optim import cosine
 from tests.cases import Perceptron, adamw, counted_loss, mean_loss, perceptron_case, vectors
 
 Warm = Callable[[int], Ranks]

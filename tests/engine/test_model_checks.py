@@ -14,7 +14,7 @@ from echelon import Plan, UserError
 from echelon.engine.model_checks import check_content
 from echelon.verify import Case, assert_equal
 from tests.cases import sgd
-from tests.huggingface.models import make as make_transformers
+from tests.nn.huggingface.models import make as make_transformers
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 

@@ -12,8 +12,8 @@ import echelon
 from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
 from tests.contract_models import CASES
-from tests.data_parallel.test_update_in_backward_ranks import adafactor, torch_adafactor
 from tests.engine.test_offload_parameters import UNIT, Layers, batch
+from tests.parallel.data.test_update_in_backward_ranks import adafactor, torch_adafactor
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 

@@ -13,7 +13,7 @@ from echelon.engine.parallelize import parallelize
 from echelon.errors import UserError
 from echelon.plan import Plan
 from tests.cases import Perceptron, adamw, mean_loss, vectors
-from tests.pipeline_parallel.models import perceptron
+from tests.parallel.pipeline.models import perceptron
 
 
 def refusal(model: nn.Module, plan: str, **options: Any) -> str:

@@ -12,12 +12,12 @@ import echelon
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.optim import cosine
 from echelon.program import build, show
+from echelon.update.optim import cosine
 from echelon.verify import assert_equal
 from tests.cases import adamw, mean_loss, vectors
 from tests.contract_models import token_loss
-from tests.pipeline_parallel.models import (
+from tests.parallel.pipeline.models import (
     dropping,
     gpt_case,
     perceptron,

@@ -13,11 +13,11 @@ import echelon
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.tensor_parallel import Table
+from echelon.parallel.tensor import Table
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, vectors
 from tests.engine.test_deferred import counted, deferring, empty_batch
-from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
+from tests.parallel.tensor.models import SEQUENCE, VOCAB, tokens
 
 Warm = Callable[[int], Ranks]
 

@@ -15,8 +15,8 @@ import echelon
 from echelon.collectives import Ledger, RecordingGroup
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.tensor_parallel.modules import Column
-from echelon.tensor_parallel.regions import Region
+from echelon.parallel.tensor.modules import Column
+from echelon.parallel.tensor.regions import Region
 from tests.cases import mean_loss, sgd
 
 Warm = Callable[[int], Ranks]

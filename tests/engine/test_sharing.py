@@ -9,10 +9,10 @@ from torch import nn
 
 import echelon
 from echelon.collectives import Group, group_over
-from echelon.data_parallel import ParameterSet, SharedGradient, divide_units, named_subset
+from echelon.collectives.mesh import Mesh
 from echelon.engine import sharing
 from echelon.launching import Ranks
-from echelon.mesh import Mesh
+from echelon.parallel.data import ParameterSet, SharedGradient, divide_units, named_subset
 from echelon.verify.reference import train_on_one_device
 from tests.cases import adamw, mean_loss, vectors
 from tests.contract_models import CASES

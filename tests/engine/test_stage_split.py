@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
+from echelon.collectives.mesh import Mesh
 from echelon.engine.stage_split import StageSplit, split_stages
 from echelon.errors import UserError
-from echelon.layering import listed_layers
-from echelon.mesh import Mesh
+from echelon.nn.layering import listed_layers
 from echelon.plan import Plan
 from echelon.program import Op
-from tests.pipeline_parallel.models import Hidden, perceptron
+from tests.parallel.pipeline.models import Hidden, perceptron
 
 
 def split(model: nn.Module, plan: str, rank: int = 0, boundaries: Sequence[int] | None = None) -> StageSplit:

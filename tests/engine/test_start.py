@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup, group_over
-from echelon.data_parallel import packed_broadcast
 from echelon.engine.start import start_equal
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.parallel.data import packed_broadcast
 from tests.cases import Perceptron
 
 Warm = Callable[[int], Ranks]

@@ -13,11 +13,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import echelon
-from echelon.audit.weight_stream import WeightStream, layer_sizes
-from echelon.engine import Engine, free_memory, one_device
-from echelon.engine.gradient_comparison import share_gradients
+from echelon.engine import Engine
+from echelon.engine.audit import one_device
+from echelon.engine.audit.gradient_comparison import share_gradients
+from echelon.engine.audit.weight_stream import WeightStream, layer_sizes
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
+from echelon.nn import free_memory
 from tests.cases import mean_loss, sgd
 
 Warm = Callable[[int], Ranks]

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from echelon.collectives import Group
-from echelon.engine.layer_sharding import LayerSharding
+from echelon.collectives.mesh import Mesh
 from echelon.engine.sharing import share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.updates import UpdateRule, make_update
 from echelon.errors import UserError
-from echelon.mesh import Mesh
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import Plan
-from echelon.precision import DirectStepper, MasterStepper
-from echelon.runtime import SynchronousUpdate
-from echelon.wrapping import Wrapping
+from echelon.update.precision import DirectStepper, MasterStepper
+from echelon.update.synchronous_update import SynchronousUpdate
 from tests.cases import adamw, mean_loss
 
 

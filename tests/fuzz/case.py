@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.data_parallel import grad_accumulation
-from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate
-from echelon.initialization import InitialValues, deferred
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.optim import SM3, Adafactor, CombinedOptimizer
-from echelon.precision import DynamicScale, LossScale
+from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate
+from echelon.nn.initialization import InitialValues, deferred
+from echelon.parallel.data import grad_accumulation
+from echelon.update.optim import SM3, Adafactor, CombinedOptimizer
+from echelon.update.precision import DynamicScale, LossScale
 from echelon.verify import Case
 from tests.contract_models import CASES, VOCAB
 from tests.fuzz.model_rules import LOW_PRECISIONS, NUM_EXPERTS, OF_TOKENS, TRANSFORMERS

@@ -7,7 +7,7 @@ that is `bold`: there the library must refuse what it cannot do.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from echelon.context_parallel import head_errors
+from echelon.parallel.context import head_errors
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES
 from tests.fuzz.pool import COUNTED_PADDING, DROPOUT, IMAGES, LAYERS, POOL, SEQUENCE_PAIRS, SEQUENCES, TENSOR
 from tests.fuzz.random_training import ORDER_FILE

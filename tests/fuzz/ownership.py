@@ -12,8 +12,8 @@ from torch import Tensor
 
 from echelon.engine import Engine
 from echelon.launching import Ranks
-from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.plan import Plan
+from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.verify import Case
 from echelon.verify.contract import train_engine
 from echelon.verify.reference import TrainingResult

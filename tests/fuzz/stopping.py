@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from echelon.ownership import OwnedSlice
+from echelon.nn.dtypes import DTYPES
 from echelon.plan import Plan
-from echelon.precision import DTYPES
+from echelon.state.ownership import OwnedSlice
 from echelon.verify import Case
 from echelon.verify.contract import make_engine, result_of
 from echelon.verify.reference import TrainingResult

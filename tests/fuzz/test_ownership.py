@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from echelon.launching import Ranks
-from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.plan import Plan
+from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.verify import Case, verify
 from tests.cases import adamw, eleven_vectors, mean_loss, perceptron_case
 from tests.fuzz.ownership import RecordingRanks, counter_errors, ownership_errors

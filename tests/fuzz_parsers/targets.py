@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import echelon.data.corpus
-from echelon.checkpoint.manifest import MANIFEST
-from echelon.checkpoint.manifest_text import to_bytes
-from echelon.checkpoint.saved import SavedParameter, SavedState
 from echelon.models import build, preset, read_image_config
 from echelon.models.huggingface import load_hf, save_hf
-from echelon.models.image_folder_config import config_to_json
-from echelon.models.image_presets import image_preset
+from echelon.models.image.folder_config import config_to_json
+from echelon.models.image.presets import image_preset
 from echelon.plan import Plan
 from echelon.planner import partition, read_profile
 from echelon.program import build as build_schedule
 from echelon.program import load_schedule, show, simulate
-from echelon.train.job import Job, as_plain, check
-from echelon.train.job_file import read_job
-from echelon.train.resume import resume
-from echelon.weight_files.folder_files import INDEX, WEIGHTS
-from tests.checkpoint.small import FILES, record_of, small_manifest, write_small
+from echelon.state.checkpoint.manifest import MANIFEST
+from echelon.state.checkpoint.manifest_text import to_bytes
+from echelon.state.checkpoint.saved import SavedParameter, SavedState
+from echelon.state.weight_files.folder_files import INDEX, WEIGHTS
+from echelon.train.jobs.job import Job, as_plain, check
+from echelon.train.jobs.job_file import read_job
+from echelon.train.runs.resume import resume
 from tests.fuzz_parsers import grammar
 from tests.fuzz_parsers.mutate import change_bytes, change_value, to_json
+from tests.state.checkpoint.small import FILES, record_of, small_manifest, write_small
 
 Parse = Callable[[bytes], object]
 Draw = Callable[[random.Random], bytes]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon.collectives import Ledger, Work
 from echelon.collectives.recording_group import CompletedWork
-from echelon.context_parallel import ring_attention, take
+from echelon.parallel.context import ring_attention, take
 from tests.groups import PartialGroup
 
 LEAST = 0.7  # of torch's operations per second

@@ -17,10 +17,10 @@ import torch
 from echelon.bench.result import make_result
 from echelon.bench.start import _peak, _restart_peak
 from echelon.engine import parallelize
-from echelon.initialization import deferred
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.ownership import VALUE
+from echelon.nn.initialization import deferred
+from echelon.state.ownership import VALUE
 from tests.gpu.nccl import environment
 
 LARGE = ModelConfig("llama", layers=56, width=6656, heads=52, ffn=17920, vocab=32000, sequence=2048)

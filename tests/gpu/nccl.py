@@ -23,15 +23,15 @@ from typing import NamedTuple
 from echelon import optim
 from echelon.bench.result import make_result
 from echelon.launching import TRAINING_MODULES, Ranks, preload
-from echelon.launching.byte_collectives import broadcast_bytes
+from echelon.launching.messages.byte_collectives import broadcast_bytes
 from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, make_engine, result_of, train_rank
 from echelon.verify.reference import TrainingResult
 from tests.contract_models import CASES, SEQUENCE, tokens
-from tests.experts.cases import case as expert_case
-from tests.experts.gates import GATES
-from tests.tensor_parallel.models import language_case
+from tests.nn.experts.all_gates import GATES
+from tests.nn.experts.cases import case as expert_case
+from tests.parallel.tensor.models import language_case
 
 DEADLINE = 60.0  # seconds without a sign of life; then the launcher reports every rank's stack
 _STEPS = 6

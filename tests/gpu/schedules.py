@@ -31,7 +31,7 @@ from echelon.verify.contract import judge, train_rank
 from tests.cases import adamw
 from tests.contract_models import token_loss
 from tests.gpu.nccl import Outcome, environment
-from tests.pipeline_parallel.models import SEQUENCE, VOCAB, tokens
+from tests.parallel.pipeline.models import SEQUENCE, VOCAB, tokens
 
 FILE = "nccl-schedules.json"
 _MICROBATCHES = {4: (2, 4, 8, 12), 8: (8,)}  # by the number of stages

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.async_training.host import Host, flat_buckets
-from echelon.async_training.server import Gradient
-from echelon.precision import DirectStepper
+from echelon.update.async_training.host import Host, flat_buckets
+from echelon.update.async_training.server import Gradient
+from echelon.update.precision import DirectStepper
 
 pytestmark = [
     pytest.mark.gpu,

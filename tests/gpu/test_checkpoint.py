@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.checkpoint.snapshot import SnapshotMemory
 from echelon.engine import Engine, parallelize
-from echelon.precision import DynamicScale, MasterStepper
-from echelon.runtime import SynchronousUpdate
+from echelon.state.checkpoint.snapshot import SnapshotMemory
+from echelon.update.precision import DynamicScale, MasterStepper
+from echelon.update.synchronous_update import SynchronousUpdate
 
 pytestmark = [
     pytest.mark.gpu,

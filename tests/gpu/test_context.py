@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from echelon.context_parallel.flash import find_kernel
-from tests.context_parallel.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
+from echelon.parallel.context.flash import find_kernel
 from tests.gpu.context_speed import LEAST, measure
+from tests.parallel.context.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
 
 pytestmark = [
     pytest.mark.gpu,

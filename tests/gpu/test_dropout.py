@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.dropout import keep_mask, key_dropout, keyed_layer, scope
-from echelon.dropout.fused import drop, has_kernel
-from echelon.dropout.mask import Draw, mask_of
-from echelon.hashing import hash_of
-from echelon.wrapping import Wrapping
+from echelon.nn.dropout import keep_mask, key_dropout, keyed_layer, scope
+from echelon.nn.dropout.fused import drop, has_kernel
+from echelon.nn.dropout.mask import Draw, mask_of
+from echelon.nn.hashing import hash_of
+from echelon.nn.wrapping import Wrapping
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def test_the_kernel_keeps_what_the_mask_keeps_of_parts(
 
 
 def test_the_kernel_drops_one_sample_of_a_long_sequence() -> None:
-    from echelon.dropout import kernel
+    from echelon.nn.dropout import kernel
 
     x, draw = torch.ones(1, 32_768, 4_097, device="cuda", dtype=torch.bfloat16), Draw(KEY, 4, 0.3)
     assert kernel.fits(x.shape, draw)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.ownership import LocalParameter
-from echelon.precision import MasterStepper
-from echelon.precision.fused_adam import FusedAdam
+from echelon.state.ownership import LocalParameter
+from echelon.update.precision import MasterStepper
+from echelon.update.precision.fused_adam import FusedAdam
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.gist import any_size
-from echelon.gist.dense import Layout
+from echelon.memory.gist import any_size
+from echelon.memory.gist.dense import Layout
 from echelon.models import ModelConfig, build, build_image
-from tests.gist.nets import compress, gradients, is_same, saved_bytes
-from tests.gist.test_kernels import check_kernels
-from tests.gist.test_networks import NETWORKS
 from tests.gpu.test_no_sync import waiting_raises
+from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
+from tests.memory.gist.test_kernels import check_kernels
+from tests.memory.gist.test_networks import NETWORKS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def deterministic() -> Iterator[None]:
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time they are launched straight, where it is known how. Sizes that are a multiple of 16 and
     others are two kernels for Triton; the interpreter has more of them."""
-    from echelon.gist import launch
+    from echelon.memory.gist import launch
 
     check_kernels("cuda", SIZES)
     if launch._IS_KNOWN:
@@ -49,7 +49,7 @@ def _refuse(*_: object) -> None:
 
 
 def test_kernels_of_memory_that_begins_anywhere() -> None:
-    from echelon.gist import kernels
+    from echelon.memory.gist import kernels
 
     whole = torch.randn(4097, device="cuda")
     for start in (0, 1, 0, 1):

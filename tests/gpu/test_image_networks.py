@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.dropout import key_dropout, scope
 from echelon.models import build_image, cross_entropy, image_preset
-from echelon.wrapping import Wrapping
+from echelon.nn.dropout import key_dropout, scope
+from echelon.nn.wrapping import Wrapping
 from tests.cases import sgd
 from tests.models.image_cases import NETWORKS, images, network
 

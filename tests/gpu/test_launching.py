@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.collectives.mesh import this_device
 from echelon.errors import UserError
 from echelon.launching import RankFailed, RankHung, Ranks, enter_operation, join, leave_operation
-from echelon.mesh import this_device
 from tests.gpu.nccl import environment
 from tests.launching.processes import still_alive
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate, grouped_experts
-from echelon.experts.compute import Activation, routed_experts
-from echelon.experts.grouped import is_native, multiply, outer
-from echelon.experts.router import router_logits
-from echelon.experts.sorting import sort_slots
+from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate, grouped_experts
+from echelon.nn.experts.compute import Activation, routed_experts
+from echelon.nn.experts.gates.router import router_logits
+from echelon.nn.experts.grouped import is_native, multiply, outer
+from echelon.nn.experts.sorting import sort_slots
 
 pytestmark = [
     pytest.mark.gpu,

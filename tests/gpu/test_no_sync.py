@@ -16,7 +16,7 @@ import echelon
 from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.precision.loss_scaling import ScaleState
+from echelon.update.precision.loss_scaling import ScaleState
 from tests.gpu.nccl import environment
 from tests.gpu.waiting import waiting_raises
 

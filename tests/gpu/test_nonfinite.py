@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.nonfinite import NonfiniteError
+from echelon.update.nonfinite import NonfiniteError
 from tests.engine.poisoned_training import (
     STEPS,
     Poison,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.activation_offload import Carrier, HostPool
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import FETCH, STORE, make_boundary
+from echelon.memory.activation_offload import Carrier, HostPool
 from echelon.models import ModelConfig, build, cross_entropy
 from tests.gpu.test_no_sync import waiting_raises
 

@@ -11,11 +11,11 @@ from torch import Tensor
 import echelon
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy
-from echelon.optim import SM3, Adafactor
+from echelon.update.optim import SM3, Adafactor
 from tests.gpu.nccl import environment
 from tests.gpu.test_no_sync import CONFIG, batch, steps_without_waiting
-from tests.optim import whole_cases
-from tests.optim.parts import random_gradients, random_parameters, set_gradients, worst
+from tests.update.optim import whole_cases
+from tests.update.optim.parts import random_gradients, random_parameters, set_gradients, worst
 
 pytestmark = [
     pytest.mark.gpu,

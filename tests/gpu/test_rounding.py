@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from echelon.hashing import hash_of
-from echelon.precision.element_runs import ElementRuns, whole_run
-from echelon.precision.rounding import _round, round_stochastically
+from echelon.nn.hashing import hash_of
+from echelon.update.precision.element_runs import ElementRuns, whole_run
+from echelon.update.precision.rounding import _round, round_stochastically
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.verify import assert_equal
-from tests.tensor_parallel.models import language_case
+from tests.parallel.tensor.models import language_case
 
 pytestmark = [
     pytest.mark.gpu,

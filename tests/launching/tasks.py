@@ -20,8 +20,6 @@ from echelon.launching import (
     PeerLost,
     at_instruction,
     beat,
-    byte_collectives,
-    channel,
     enter_operation,
     group,
     is_launched_rank,
@@ -30,10 +28,10 @@ from echelon.launching import (
     leave_operation,
     send_message,
 )
-from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
+from echelon.launching.messages import byte_collectives, channel
+from echelon.launching.messages.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
 from echelon.launching.placement import RankReport
 from echelon.launching.torchrun import ask_rank_0, share_results
-
 from tests.launching.processes import wait_until
 
 

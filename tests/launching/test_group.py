@@ -16,7 +16,6 @@ from echelon.errors import UserError
 from echelon.launching import Ranks, group
 from echelon.launching.group import init_group, timeout
 from echelon.launching.placement import RankReport
-
 from tests.launching import tasks
 
 

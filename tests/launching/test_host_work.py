@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from echelon.launching import enter_operation, host_work, leave_operation, pulse
+from echelon.launching import enter_operation, host_work, leave_operation
+from echelon.launching.watch import pulse
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import torch
 
 from echelon.errors import UserError
 from echelon.launching import RankFailed, launch
-
 from tests.launching import tasks
 
 

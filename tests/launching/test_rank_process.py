@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launching import hang
-from echelon.launching.calls import pack_call
-from echelon.launching.channel import Answer, Message
-from echelon.launching.failure import Failure, Kind
-from echelon.launching.pulse import Board
+from echelon.launching.messages.calls import pack_call
+from echelon.launching.messages.channel import Answer, Message
 from echelon.launching.rank_process import Event, RankProcess, collect_stacks, kill_all, stop_all
+from echelon.launching.watch import hang
+from echelon.launching.watch.failure import Failure, Kind
+from echelon.launching.watch.pulse import Board
 from echelon.launching.worker import RankConfig
-
 from tests.launching import tasks
 from tests.launching.processes import still_alive, wait_until
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from echelon.errors import UserError
-from echelon.launching import RankFailed, RankHung, Ranks, hang
+from echelon.launching import RankFailed, RankHung, Ranks
 from echelon.launching import ranks as ranks_module
-
+from echelon.launching.watch import hang
 from tests.launching import tasks
 from tests.launching.processes import needs_proc, still_alive, wait_until
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from echelon.errors import UserError
 from echelon.launching import Ranks, RemoteResult, join, launch
 from echelon.launching import torchrun as torchrun_module
-from tests.ports import free_port
-
 from tests.launching import tasks
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "under_torchrun.py"
 NODES = 2

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launching import Ranks, launch, pulse, worker
-from echelon.launching.channel import Channel
-
+from echelon.launching import Ranks, launch, worker
+from echelon.launching.messages.channel import Channel
+from echelon.launching.watch import pulse
 from tests.launching import tasks
 from tests.launching.processes import needs_proc
 

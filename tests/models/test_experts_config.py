@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from echelon.errors import UserError
-from echelon.experts import HierarchicalGate, SigmoidGate, gates_of
 from echelon.models import ExpertsConfig, ModelConfig, build
-
+from echelon.nn.experts import HierarchicalGate, SigmoidGate, gates_of
 from tests.models.conftest import MIXTURES
 
 VALID = {"num_experts": 8, "top_k": 2, "hidden": 16}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.entropy import summed_cross_entropy
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.sequence import WHOLE
+from echelon.nn.entropy import summed_cross_entropy
+from echelon.nn.sequence import WHOLE
 
 HALF = torch.float16
 CONFIGS = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from echelon.errors import UserError
 from echelon.models import build, load_hf, preset, save_hf, save_hf_state, to_hf_state
-from echelon.models.hf_config import config_to_hf
+from echelon.models.hf.config import config_to_hf
 from echelon.models.rotary import Rotary
 
 transformers = pytest.importorskip("transformers")
@@ -146,7 +146,7 @@ def test_an_interrupted_save_is_not_taken_for_a_whole_one(config, tmp_path, monk
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("echelon.weight_files.tensor_file_writer._write_tensor", stop)
+    monkeypatch.setattr("echelon.state.weight_files.tensor_file_writer._write_tensor", stop)
     with pytest.raises(KeyboardInterrupt):
         save_hf(ours_of(config), tmp_path)
     with pytest.raises(UserError, match=r"config\.json: cannot be read: No such file"):

@@ -7,8 +7,8 @@ import pytest
 from echelon.models import ExpertsConfig, ModelConfig, build, cross_entropy
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
-from tests.experts.cases import tokens
-from tests.experts.models import SEQUENCE, VOCAB
+from tests.nn.experts.cases import tokens
+from tests.nn.experts.models import SEQUENCE, VOCAB
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 

@@ -178,7 +178,7 @@ def test_gpu_tests_are_given_what_no_other_test_reaches(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = replace(toy("return (n / 2)"), file="offload/toy.py")
-    (checkout / "src/echelon/offload").mkdir()
+    (checkout / "src/echelon/update/offload").mkdir()
     (checkout / "src/echelon/offload/toy.py").write_text(_SOURCE)
     reaching = Coverage(dict.fromkeys(ALL, 0.1), {"offload/toy.py::other": {"return n * 2": [2]}})
     around = Coverage(dict.fromkeys(ALL, 0.1), {"offload/toy.py::other": {"x": [1]}})

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.collectives import Group, naive_all_reduce, ring_all_reduce
-from echelon.context_parallel import put_together, ring_attention, take
-from echelon.data_parallel import AllReduce, ParameterServer, ParameterSet, ShardGroups, Sharing, Zero
-from echelon.wrapping import Wrapping
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.context import put_together, ring_attention, take
+from echelon.parallel.data import AllReduce, ParameterServer, ParameterSet, ShardGroups, Sharing, Zero
 from tests.nccl_like import NcclWorld
 from tests.sets import set_of
 

@@ -6,14 +6,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, SCHEDULES
-from echelon.program import (
-    Instruction,
-    Op,
-    Program,
-    add_transfers,
-    asynchronous,
-    build,
-)
+from echelon.program import Instruction, Op, Program, add_transfers, asynchronous, build
 from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, SENDS
 from echelon.program.text import parse
 

@@ -6,7 +6,7 @@ import pytest
 from echelon.data import Corpus
 from echelon.errors import UserError
 from echelon.train.batches import make_batches
-from echelon.train.job import DataJob, Job
+from echelon.train.jobs.job import DataJob, Job
 
 
 def corpus(tokens: int) -> Corpus:

@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from echelon.checkpoint import SavedState
 from echelon.engine import Engine
 from echelon.errors import UserError
+from echelon.state.checkpoint import SavedState
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import RolledBack
-from echelon.train.job import Job
-from echelon.train.rollbacks import SKIPPED
+from echelon.train.jobs.job import Job
+from echelon.train.runs.rollbacks import SKIPPED
 from echelon.train.spikes import Trouble
-from tests.checkpoint.small import FILES, write_small
+from tests.state.checkpoint.small import FILES, write_small
 
 TROUBLE = Trouble(15, 16, "the loss jumped")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.train.job import OptimizerJob
+from echelon.train.jobs.job import OptimizerJob
 from echelon.train.trainer import train
 from tests.cli.commands import output
 from tests.train.test_faults import about, step_lines, weights

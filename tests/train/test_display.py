@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from echelon.audit import held, skipped
+from echelon.engine.audit import held, skipped
 from echelon.train.display import Display, print_summary
 from echelon.train.events import (
     Audited,
@@ -16,7 +16,7 @@ from echelon.train.events import (
     Starting,
     Stepped,
 )
-from echelon.train.job import Job
+from echelon.train.jobs.job import Job
 
 
 def stepped(step: int, loss: float = 2.5) -> Stepped:

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.train.divergence import refuse_divergence
-from echelon.train.job import Job, OptimizerJob
+from echelon.train.jobs.job import Job, OptimizerJob
 
 
 def test_finite_numbers_pass() -> None:

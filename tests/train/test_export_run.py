@@ -15,9 +15,9 @@ from echelon.cli.main import run as command
 from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.models import build, build_image, cross_entropy, load_hf, load_image, preset
+from echelon.state.weight_files import read_headers
 from echelon.train.export_run import export_run
-from echelon.train.job import Job, ModelJob, as_plain
-from echelon.weight_files import read_headers
+from echelon.train.jobs.job import Job, ModelJob, as_plain
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocab": 256, "sequence": 16}
 

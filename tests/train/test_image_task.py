@@ -11,7 +11,7 @@ from echelon.models import load_image
 from echelon.train import loop
 from echelon.train.events import Evaluated, Event, Sampled, Started
 from echelon.train.image_task import ImageTask
-from echelon.train.job import DataJob, Job, ModelJob
+from echelon.train.jobs.job import DataJob, Job, ModelJob
 from tests.data.image_files import BLUE, GREEN, save_colour, two_classes
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from echelon.audit import held, skipped
+from echelon.engine.audit import held, skipped
 from echelon.train.events import Audited, Evaluated, Sampled, Started, Starting, Stepped
 from echelon.train.logbook import Logbook
-from echelon.train.run_folder import RunFolder
+from echelon.train.runs.run_folder import RunFolder
 
 
 def stepped(step: int, loss: float, seconds: float, memory: int = 100) -> Stepped:

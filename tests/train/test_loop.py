@@ -7,10 +7,11 @@ import pytest
 
 import echelon
 from echelon.collectives import Move, Traffic
-from echelon.launching import Ranks, pulse
+from echelon.launching import Ranks
+from echelon.launching.watch import pulse
 from echelon.train import language_task, loop
 from echelon.train.events import Evaluated, Event, Sampled, Stepped
-from echelon.train.job import Job, ModelJob
+from echelon.train.jobs.job import Job, ModelJob
 from tests.cases import Perceptron, adamw, mean_loss, vectors
 
 

@@ -9,7 +9,7 @@ import pytest
 from echelon.train.events import Evaluated, GateLoad, RolledBack, Started, Stepped
 from echelon.train.logbook import Logbook
 from echelon.train.metrics_file import METRICS, read_metrics
-from echelon.train.run_folder import RunFolder
+from echelon.train.runs.run_folder import RunFolder
 
 GATE = GateLoad("blocks.0.gate", (3.0, 1.0), 0.0, 0.5)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.train.job import Job
+from echelon.train.jobs.job import Job
 from echelon.train.run import open_run
 from tests.train.test_display import stepped
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.train.job import Job
+from echelon.train.jobs.job import Job
 from echelon.train.trainer import train
 from tests.chaos.parent import flat_settings
 from tests.chaos.training import differences, short_job

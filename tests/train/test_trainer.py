@@ -17,7 +17,7 @@ from echelon.errors import UserError
 from echelon.models import build, load_hf, save_hf
 from echelon.train import run
 from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
-from echelon.train.job import DataJob, Job, ModelJob, OptimizerJob
+from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
 
 

@@ -43,7 +43,7 @@ def test_a_rounded_start_loses_nothing_in_bf16_and_is_one_that_ranks_can_rebuild
 
 def test_frequencies_of_rotary_positions_are_never_rounded() -> None:
     pytest.importorskip("transformers")
-    from tests.huggingface.models import make
+    from tests.nn.huggingface.models import make
 
     case = Case(lambda: make("llama"), vectors, mean_loss, adamw)
     low, expected = case.build(dtype=torch.bfloat16), make("llama").model.rotary_emb.inv_freq

@@ -13,7 +13,7 @@ from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.verify import assert_equal, verify
 from tests.cases import adamw
-from tests.draws.models import WIDTH, Vae, case, samples, square, vae_loss
+from tests.nn.draws.models import WIDTH, Vae, case, samples, square, vae_loss
 
 Warm = Callable[[int], Ranks]
 

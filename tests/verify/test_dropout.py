@@ -7,10 +7,10 @@ import pytest
 from torch import Tensor, nn
 
 from echelon.engine import Engine
-from echelon.engine.samples import no_scope
+from echelon.engine.step.samples import no_scope
 from echelon.models import build
 from echelon.plan import Plan
-from echelon.train.job import Job, ModelJob
+from echelon.train.jobs.job import Job, ModelJob
 from echelon.verify import Case, assert_equal, verify
 from echelon.verify.job_case import case_of
 from tests.cases import adamw, sgd

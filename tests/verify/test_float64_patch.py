@@ -9,9 +9,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from echelon.nn.wrapping import is_wrapped  # noqa: E402
 from echelon.verify.float64_patch import Float64, patch_float64  # noqa: E402
-from echelon.wrapping import is_wrapped  # noqa: E402
-from tests.huggingface.models import make, tokens  # noqa: E402
+from tests.nn.huggingface.models import make, tokens  # noqa: E402
 
 
 def first_gradient(model: Any, scale: float) -> torch.Tensor:

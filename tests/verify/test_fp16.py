@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from echelon.engine import Engine
-from echelon.engine.step_program import continuous_steps
 from echelon.launching import Ranks
-from echelon.optim import SM3, Adafactor
 from echelon.plan import Plan
-from echelon.precision import DynamicScale
 from echelon.program import Op
+from echelon.program.step_program import continuous_steps
+from echelon.update.optim import SM3, Adafactor
+from echelon.update.precision import DynamicScale
 from echelon.verify import Case, LowPrecisionVerdict, verify
 from echelon.verify.pipedream import _made_in, train_by_formula
 from echelon.verify.reference import train_on_one_device

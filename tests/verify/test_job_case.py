@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.engine.batch import microbatches, num_samples, take_part
 from echelon.errors import UserError
 from echelon.models import build, save_hf
+from echelon.nn.batch import microbatches, num_samples, take_part
 from echelon.plan import Plan
-from echelon.train.job import DataJob, Job, ModelJob
+from echelon.train.jobs.job import DataJob, Job, ModelJob
 from echelon.verify import job_case
 from echelon.verify.job_case import case_of
 from tests.data.image_files import two_classes

@@ -8,7 +8,7 @@ import pytest
 from echelon.verify import Case, assert_equal
 from tests.cases import perceptron_case
 from tests.contract_models import CASES
-from tests.optim import sum_cases, whole_cases
+from tests.update.optim import sum_cases, whole_cases
 
 SUMS, WHOLE = tuple(sum_cases.OPTIMIZERS), tuple(whole_cases.OPTIMIZERS)
 _ZERO = [f"data={data} zero={level}" for data in (2, 3) for level in range(4)]

@@ -13,7 +13,7 @@ from echelon.engine import Engine
 from echelon.plan import Plan
 from echelon.verify import Case, verify
 from echelon.verify.pipedream import train_by_formula
-from tests.pipeline_parallel.models import asynchronous_case
+from tests.parallel.pipeline.models import asynchronous_case
 
 RATE, SAMPLES = 0.1, 8
 

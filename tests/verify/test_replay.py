@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.runtime import Push
+from echelon.update.update import Push
 from echelon.verify import Case
 from echelon.verify.reference import train_on_one_device
 from echelon.verify.replay import replay
-from tests.async_training.training import largest_gap
 from tests.cases import counted_loss, masked_vectors, perceptron_case
+from tests.update.async_training.training import largest_gap
 
 CASE = perceptron_case(masked_vectors, counted_loss, steps=4)
 

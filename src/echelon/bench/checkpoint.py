@@ -24,7 +24,7 @@ from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.engine import parallelize
 from echelon.engine.engine import Engine
 from echelon.launching import TRAINING_MODULES, preload
-from echelon.ownership import ENGINE, VALUE
+from echelon.state.ownership import ENGINE, VALUE
 
 _BYTES_PER_PARAMETER = 12  # the weight and both moments of AdamW, in float32
 _WIDTH, _LAYERS, _SAMPLES = 2048, 10, 256

@@ -14,15 +14,8 @@ import torch.distributed as dist
 
 from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, measuring_ranks, timed
-from echelon.collectives import (
-    Group,
-    Ledger,
-    TorchGroup,
-    group_over,
-    naive_all_reduce,
-    ring_all_reduce,
-)
-from echelon.mesh import this_device
+from echelon.collectives import Group, Ledger, TorchGroup, group_over, naive_all_reduce, ring_all_reduce
+from echelon.collectives.mesh import this_device
 from echelon.quantities import KIB, MIB, show_bytes
 
 _BASELINE = "backend"

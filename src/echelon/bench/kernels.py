@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from echelon.bench.compare import Row, compare
 from echelon.bench.harness import Contender, alternate
-from echelon.dropout import keep_mask, key_dropout, keyed_layer, scope
-from echelon.entropy import summed_cross_entropy
-from echelon.wrapping import Wrapping
+from echelon.nn.dropout import keep_mask, key_dropout, keyed_layer, scope
+from echelon.nn.entropy import summed_cross_entropy
+from echelon.nn.wrapping import Wrapping
 
 _P = 0.1
 _REPEATS = 10  # in a sample

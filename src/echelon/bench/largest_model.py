@@ -23,13 +23,13 @@ from echelon import optim
 from echelon.bench.compare import Row, Spread
 from echelon.bench.footprint import largest_pieces, peak_bytes
 from echelon.bench.harness import tell
+from echelon.collectives.fingerprint import fingerprint
 from echelon.data import Batches, open_corpus
 from echelon.engine import Engine, parallelize
-from echelon.fingerprint import fingerprint
-from echelon.initialization import deferred
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.ownership import VALUE
+from echelon.nn.initialization import deferred
 from echelon.quantities import show_bytes, show_seconds
+from echelon.state.ownership import VALUE
 
 _PLAN = "precision=bf16 masters=false recompute=full update=backward"
 _OFFLOADED = f"{_PLAN} offload=parameters"

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 from echelon.bench.trainers import make_model
 from echelon.collectives import RecordingGroup
-from echelon.data_parallel import (
+from echelon.collectives.mesh import Mesh
+from echelon.models import ModelConfig
+from echelon.nn.sequence import View, assign
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import (
     ParameterSet,
     SharedGradient,
     Sharing,
@@ -29,12 +33,8 @@ from echelon.data_parallel import (
     named_subset,
     sum_within_stage,
 )
-from echelon.mesh import Mesh
-from echelon.models import ModelConfig
+from echelon.parallel.tensor import TABLES, Sharded, split_over
 from echelon.plan import Plan
-from echelon.sequence import View, assign
-from echelon.tensor_parallel import TABLES, Sharded, split_over
-from echelon.wrapping import Wrapping
 
 Gradients = dict[str, Tensor]  # by the parameter's name, summed where each rank has a part
 

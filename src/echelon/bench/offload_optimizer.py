@@ -20,8 +20,8 @@ from echelon.bench.harness import tell, timed
 from echelon.bench.one_gpu import make_batch
 from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, build, cross_entropy, preset
-from echelon.offload.host_twins import HostTwins
 from echelon.quantities import show_seconds
+from echelon.update.offload.host_twins import HostTwins
 
 # By contender. With update=step all gradients are on the host at once: in bf16, to leave room for the rest.
 PLANS = {

@@ -14,8 +14,8 @@ from torch import nn
 from echelon.bench.compare import Row, compare
 from echelon.bench.harness import alternate, timed
 from echelon.models import ModelConfig, build, preset
-from echelon.ownership import LocalParameter
-from echelon.precision import MasterStepper
+from echelon.state.ownership import LocalParameter
+from echelon.update.precision import MasterStepper
 
 _BYTES_PER_PARAMETER = 30
 _SMALL = ModelConfig("gpt", layers=1, width=32, heads=2, vocab=64, sequence=16, tied=True)

@@ -1,8 +1,8 @@
 """The bench `selective-costs`: what each operation costs to compute again, beside what it would keep.
 
 A pass is the time in which memory moves as many bytes as the operation returns; a large copy tells how fast
-that is. `recompute=selective` computes again what takes few passes; recompute/selective_operations.py has the
-limit. Where there is a GPU, both devices are measured.
+that is. `recompute=selective` computes again what takes few passes; the limit is in
+memory/recompute/selective_operations.py. Where there is a GPU, both devices are measured.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from echelon.bench.compare import Row, compare
 from echelon.bench.harness import Contender, alternate, timed
-from echelon.dropout.fused import dropped
-from echelon.dropout.mask import Draw
+from echelon.nn.dropout.fused import dropped
+from echelon.nn.dropout.mask import Draw
 
 _COPY = "copy"
 _ROWS = {"cpu": 256, "cuda": 8192}

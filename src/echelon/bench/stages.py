@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from echelon.bench.trainers import Batch, make_model
 from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, cross_entropy
-from echelon.pipeline_parallel import even_boundaries
+from echelon.parallel.pipeline import even_boundaries
 from echelon.plan import Plan
 from echelon.program import Span
 

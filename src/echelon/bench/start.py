@@ -20,10 +20,10 @@ from torch import nn
 from echelon.bench.compare import Row, Spread
 from echelon.bench.harness import measuring_ranks
 from echelon.engine import parallelize
-from echelon.initialization import deferred
 from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.ownership import VALUE
+from echelon.nn.initialization import deferred
+from echelon.state.ownership import VALUE
 
 PLANS = {"data=4 zero=3": 20, "data=4 zero=3 shard=2": 10, "tensor=2 pipeline=2 microbatches=2": 20}  # layers
 _FULL = ModelConfig("llama", layers=20, width=1536, heads=12, vocab=32000, sequence=128)

@@ -19,8 +19,8 @@ from torch import Tensor
 from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.bench.layers import Gradients, echelon_stack, make_hidden, torch_stack
+from echelon.collectives.mesh import Mesh
 from echelon.launching import TRAINING_MODULES, preload
-from echelon.mesh import Mesh
 from echelon.models import ModelConfig
 from echelon.plan import Plan
 

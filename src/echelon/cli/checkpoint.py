@@ -11,7 +11,7 @@ from echelon.cli.options import Json, console, print_json
 from echelon.quantities import show_bytes
 
 if TYPE_CHECKING:
-    from echelon.checkpoint import SavedState
+    from echelon.state.checkpoint import SavedState
 
 app = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 
@@ -21,9 +21,9 @@ Place = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, a fol
 @app.command("show")
 def show(path: Place, as_json: Json = False) -> None:
     """What is in a checkpoint, and whether it is whole: every hash is compared."""
-    from echelon.checkpoint.finding import find_checkpoint, one_before_is_named
-    from echelon.checkpoint.saved import SavedState
-    from echelon.checkpoint.summary import summarize
+    from echelon.state.checkpoint.finding import find_checkpoint, one_before_is_named
+    from echelon.state.checkpoint.saved import SavedState
+    from echelon.state.checkpoint.summary import summarize
 
     screen = console(as_json)
     checkpoint = find_checkpoint(path)

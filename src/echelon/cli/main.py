@@ -12,13 +12,14 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import bench, checkpoint, doctor, export, partition, schedule, signals, train, verify
+from echelon.cli import bench, checkpoint, export, partition, schedule, signals, train, verify
+from echelon.cli import doctor_command as doctor
 from echelon.cli.options import is_first_rank, print_json
 from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.launching.torchrun import report_failure
-from echelon.train import preempted
+from echelon.train.runs import preempted
 
 _FAILURES = (1, 2)  # of this rank; whoever ends by a signal is not alone
 

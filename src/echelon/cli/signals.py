@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from echelon.cli.options import is_first_rank
-from echelon.train.preempted import Preempted
+from echelon.train.runs.preempted import Preempted
 
 EXIT_CODE = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT

@@ -51,8 +51,8 @@ def train(
     if not is_under_torchrun() and (job is None or job.exists()):
         start_fork_server("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
-    from echelon.train.job_file import read_job
-    from echelon.train.resume import resume as find_run
+    from echelon.train.jobs.job_file import read_job
+    from echelon.train.runs.resume import resume as find_run
     from echelon.train.trainer import train as run
 
     continued = find_run(job, settings or (), plan) if resume else None

@@ -11,7 +11,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 
 if TYPE_CHECKING:
-    from echelon.train.job import Job
+    from echelon.train.jobs.job import Job
     from echelon.verify import Precision
 
 Steps = Annotated[
@@ -72,8 +72,8 @@ def verify(
 
 def _read(job: Path | None, settings: list[str] | None, plan: str | None, errors: list[str]) -> "Job":
     """The job, checked. Its errors are listed together with those of the options."""
-    from echelon.train.job import check
-    from echelon.train.job_file import read_job
+    from echelon.train.jobs.job import check
+    from echelon.train.jobs.job_file import read_job
 
     try:
         parsed = read_job(job, settings or (), plan)

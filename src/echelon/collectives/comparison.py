@@ -30,8 +30,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 
 from echelon.collectives.mismatch import MismatchError
 from echelon.collectives.work import Work
-from echelon.launching import pulse
-from echelon.launching.hang import place_of
+from echelon.launching.watch import pulse
+from echelon.launching.watch.hang import place_of
 
 _RULE = "all ranks of a group must call the same operations in the same order, with equal sizes and types"
 _MESSAGES = ("send", "recv")

@@ -21,7 +21,7 @@ from echelon.collectives.comparison import Call, CallComparison
 from echelon.collectives.ledger import Ledger, Move, Traffic
 from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.work import Work
-from echelon.launching import pulse
+from echelon.launching.watch import pulse
 
 Reduction = Literal["sum", "mean", "min", "max"]
 

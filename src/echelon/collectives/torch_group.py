@@ -17,7 +17,7 @@ from echelon.collectives.ledger import Ledger
 from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.torch_work import ChainedWork, CombinedWork, TorchWork, explained
 from echelon.collectives.work import Work
-from echelon.launching import pulse
+from echelon.launching.watch import pulse
 
 # torch 2.13 has new names for these two.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

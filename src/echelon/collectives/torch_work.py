@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.collectives.work import Work
 from echelon.launching import PeerLost
-from echelon.launching.failure import is_peer_error
+from echelon.launching.watch.failure import is_peer_error
 
 
 @final

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.audit import MODES
-from echelon.engine.restore import check_whole
+from echelon.engine.audit import MODES
+from echelon.engine.saving.restore import check_whole
 from echelon.errors import UserError, raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
-from echelon.precision.loss_scaling import loss_scale_errors
+from echelon.update.precision.loss_scaling import loss_scale_errors
 
 
 def check_arguments(

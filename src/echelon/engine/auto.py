@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Ledger, group_over
-from echelon.engine.batch import Batch, cast, take_part
-from echelon.engine.upload import to_device
+from echelon.collectives.mesh import this_device
+from echelon.engine.step.upload import to_device
 from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.launching.group import decide_on_rank_0
-from echelon.mesh import this_device
+from echelon.nn.batch import Batch, cast, take_part
+from echelon.nn.dtypes import DTYPES
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.planner import partition, profile
-from echelon.precision import DTYPES
 
 _PROBE, _TIMES = 4 * 2**20, 5  # bytes, how often
 

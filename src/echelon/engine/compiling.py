@@ -12,17 +12,17 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.data_parallel.grad_dtype import gradient_dtype, without_gradients
-from echelon.draws import not_intercepted
-from echelon.dropout import KeyedDropout, draw_ahead, is_keyed
 from echelon.errors import UserError
-from echelon.experts import gates_of
 from echelon.launching import beat
-from echelon.layering import listed_layers
+from echelon.memory.recompute.selective import not_watched
+from echelon.nn.draws import not_intercepted
+from echelon.nn.dropout import KeyedDropout, draw_ahead, is_keyed
+from echelon.nn.experts import gates_of
+from echelon.nn.layering import listed_layers
+from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
+from echelon.parallel.data.grad_dtype import gradient_dtype, without_gradients
+from echelon.parallel.tensor import prepare_compiling
 from echelon.plan import Plan
-from echelon.recompute.selective import not_watched
-from echelon.tensor_parallel import prepare_compiling
-from echelon.wrapping import Wrapper, Wrapping, find_wrapper
 
 # Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
 # recordings of a function and, when there are more, goes on without compiling, which is slow but right.

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from echelon.data_parallel import Sharing
-from echelon.engine.restore import mark_filled
+from echelon.collectives.mesh import Mesh
+from echelon.engine.saving.restore import mark_filled
 from echelon.errors import UserError
-from echelon.expert_parallel import experts_of
-from echelon.initialization import WeightSource, is_deferred, named_tensors
 from echelon.launching.group import check_on_every_rank
-from echelon.mesh import Mesh
-from echelon.ownership import OwnedSlice, whole_slice
+from echelon.nn.initialization import WeightSource, is_deferred, named_tensors
+from echelon.parallel.data import Sharing
+from echelon.parallel.expert import experts_of
 from echelon.plan import AUTO, Plan
+from echelon.state.ownership import OwnedSlice, whole_slice
 
 InWhole = Callable[[OwnedSlice], list[OwnedSlice]]  # a box of this rank's part as boxes of the whole tensor
 

@@ -15,34 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.assembly import Assembly
-from echelon.audit import AuditResult
-from echelon.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
 from echelon.collectives import Ledger
-from echelon.engine.agreement import check_same_batch
-from echelon.engine.audit_batch import GivenBatch
-from echelon.engine.auditing import make_audit
-from echelon.engine.balance import ExpertLoad, make_balance
-from echelon.engine.batch import Batch, take_part
-from echelon.engine.batch_checks import check_batch
-from echelon.engine.batch_reader import BatchReader, to_plain
-from echelon.engine.checkpointing import Checkpointing
-from echelon.engine.continuous_runner import ContinuousRunner
-from echelon.engine.drift_check import make_drift_check
-from echelon.engine.engine_state import EngineState
-from echelon.engine.export import check_pretrained, export
-from echelon.engine.flushed_runner import FlushedRunner
-from echelon.engine.gradient_audit import Parts
-from echelon.engine.layer_sharding import LayerSharding
+from echelon.collectives.mesh import Mesh
+from echelon.engine.audit import AuditResult
+from echelon.engine.audit.audit_batch import GivenBatch
+from echelon.engine.audit.auditing import make_audit
+from echelon.engine.audit.drift_check import make_drift_check
+from echelon.engine.audit.gradient_audit import Parts
+from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.layer_wrapping import MemorySavers
-from echelon.engine.measuring import Measure, agree_on_means, check_measure
-from echelon.engine.metrics import Evaluation, Metrics, StepTimer
-from echelon.engine.nonfinite import NonfiniteError
-from echelon.engine.nonfinite_search import NonfiniteSearch
-from echelon.engine.restore import is_put_together, is_split, restore_weights
-from echelon.engine.samples import Scopes
-from echelon.engine.step_counter import StepCounter
-from echelon.engine.step_runner import StepRunner
+from echelon.engine.saving.checkpointing import Checkpointing
+from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.saving.export import check_pretrained, export
+from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
+from echelon.engine.step.agreement import check_same_batch
+from echelon.engine.step.balance import ExpertLoad, make_balance
+from echelon.engine.step.batch_checks import check_batch
+from echelon.engine.step.batch_reader import BatchReader, to_plain
+from echelon.engine.step.continuous_runner import ContinuousRunner
+from echelon.engine.step.flushed_runner import FlushedRunner
+from echelon.engine.step.measuring import Measure, agree_on_means, check_measure
+from echelon.engine.step.metrics import Evaluation, Metrics, StepTimer
+from echelon.engine.step.samples import Scopes
+from echelon.engine.step.step_counter import StepCounter
+from echelon.engine.step.step_runner import StepRunner
 from echelon.engine.updates import UpdateRule
 from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.engine.whole_model import WholeModel
@@ -50,13 +46,18 @@ from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
 from echelon.launching.group import check_on_every_rank
 from echelon.memory import Memory, Meter
-from echelon.mesh import Mesh
-from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
+from echelon.nn.batch import Batch, take_part
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
-from echelon.runtime import LocalStages, Push, Update
-from echelon.weight_files import SHARD_BYTES
-from echelon.wrapping import Wrapping
+from echelon.state.assembly import Assembly
+from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
+from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
+from echelon.state.weight_files import SHARD_BYTES
+from echelon.update.nonfinite import NonfiniteError
+from echelon.update.update import Push, Update
 
 
 def _is_value(box: Slice) -> bool:

@@ -2,16 +2,16 @@
 
 from typing import NamedTuple
 
-from echelon.activation_offload import Carrier
+from echelon.collectives.mesh import Mesh
 from echelon.engine.compiling import compile_layers
-from echelon.engine.compressing import CompressionReport, compress_layers
-from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.offloading import offload_activations
-from echelon.engine.recomputing import recompute_layers
 from echelon.engine.sharing import accumulate_gradients
-from echelon.mesh import Mesh
-from echelon.runtime import LocalStages
-from echelon.wrapping import Wrapping
+from echelon.memory.activation_offload import Carrier
+from echelon.memory.compressing import CompressionReport, compress_layers
+from echelon.memory.offloading import offload_activations
+from echelon.memory.recomputing import recompute_layers
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
 
 
 class MemorySavers(NamedTuple):

@@ -13,14 +13,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
-from echelon.engine.batch import Loss
-from echelon.engine.own_loss import choose_loss
-from echelon.engine.unwrapping import without_compiling
 from echelon.errors import raise_errors
-from echelon.huggingface import gate_loss_coefficients
+from echelon.nn.batch import Loss
+from echelon.nn.huggingface import gate_loss_coefficients
+from echelon.nn.unwrapping import without_compiling
+from echelon.parallel.own_loss import choose_loss
+from echelon.parallel.power_iteration import iterated_modules
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.precision import LossScale
-from echelon.runtime.power_iteration import iterated_modules
+from echelon.update.precision import LossScale
 
 _Lookup = nn.Embedding | nn.EmbeddingBag
 

@@ -7,31 +7,31 @@ from typing import Any
 
 from torch import nn
 
-from echelon.audit import Mode
-from echelon.data_parallel import SMALLEST_UNIT
+from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_arguments
+from echelon.engine.audit import Mode
 from echelon.engine.auto import resolve
-from echelon.engine.batch import Loss
-from echelon.engine.batch_reader import BatchReader, read_sample
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
-from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.layer_wrapping import wrap_layers
 from echelon.engine.model_checks import accept_model
-from echelon.engine.nonfinite import MOST_SKIPPED, Nonfinite
-from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
+from echelon.engine.step.batch_reader import BatchReader, read_sample
+from echelon.engine.step.samples import make_scopes
 from echelon.engine.support import supported_plan
 from echelon.engine.updates import UpdateRule, make_update
 from echelon.engine.whole_model import WholeModel
-from echelon.mesh import Mesh
-from echelon.optim.local import Make
+from echelon.nn.batch import Loss
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import SMALLEST_UNIT
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.tensor import Table
 from echelon.plan import Plan
-from echelon.precision import LossScale
-from echelon.tensor_parallel import Table
-from echelon.wrapping import Wrapping
+from echelon.update.nonfinite import MOST_SKIPPED, Nonfinite
+from echelon.update.optim.local import Make
+from echelon.update.precision import LossScale
 
 
 def parallelize(

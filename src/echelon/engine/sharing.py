@@ -4,9 +4,13 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from echelon.async_training import WorkerGradients
 from echelon.collectives import Group, RecordingGroup
-from echelon.data_parallel import (
+from echelon.collectives.mesh import Mesh
+from echelon.engine.arguments import check_resident_bytes
+from echelon.engine.deferred_start import take_memory
+from echelon.engine.stage_split import StageSplit
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import (
     AllReduce,
     Buffers,
     HostPlace,
@@ -24,16 +28,12 @@ from echelon.data_parallel import (
     named_subset,
     synchronize_batch_norm,
 )
-from echelon.engine.arguments import check_resident_bytes
-from echelon.engine.deferred_start import take_memory
-from echelon.engine.host_memory_check import check_host_memory, parameter_bytes
-from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.stage_split import StageSplit
-from echelon.expert_parallel import experts_of
-from echelon.mesh import Mesh
+from echelon.parallel.expert import experts_of
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages, Stage
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.runtime import LocalStages, Stage
-from echelon.wrapping import Wrapping
+from echelon.update.async_training import WorkerGradients
+from echelon.update.host_memory_check import check_host_memory, parameter_bytes
 
 
 def share_stages(

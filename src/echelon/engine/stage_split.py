@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
-from echelon.data_parallel import SharedGradient
-from echelon.engine.restore import mark_split
-from echelon.engine.step_program import step_program
+from echelon.collectives.mesh import Mesh
+from echelon.engine.saving.restore import mark_split
 from echelon.errors import UserError
-from echelon.layering import listed_layers, outside_layers
-from echelon.mesh import Mesh
-from echelon.pipeline_parallel import (
+from echelon.nn.layering import listed_layers, outside_layers
+from echelon.nn.wrapping import replaced_forward
+from echelon.parallel.data import SharedGradient
+from echelon.parallel.pipeline import (
     StageModule,
     Tie,
     check_boundaries,
@@ -23,7 +23,7 @@ from echelon.pipeline_parallel import (
 )
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Program
-from echelon.wrapping import replaced_forward
+from echelon.program.step_program import step_program
 
 
 class StageSplit(NamedTuple):

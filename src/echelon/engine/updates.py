@@ -6,27 +6,28 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-from echelon.async_training import AsyncUpdate, WorkerGradients
-from echelon.data_parallel import Sharing
+from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_optimizer
-from echelon.engine.host_memory_check import check_host_memory
-from echelon.engine.host_updates import check_host_optimizer, make_host_stepper, updates_on_host
-from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.nonfinite import NonfiniteRule
-from echelon.engine.parameter_parts import make_exchange
-from echelon.engine.sparse_checks import check_sparse_gradients
 from echelon.engine.watch.optimizer import check_coupling
-from echelon.engine.whole_routes import make_routes
 from echelon.errors import UserError
-from echelon.mesh import Mesh
-from echelon.optim.combined import CombinedOptimizer
-from echelon.optim.local import Make, make_whole
-from echelon.optim.needs import Need, check_parts, need_of
-from echelon.optim.sum_optimizer import SumOptimizer
-from echelon.ownership import LocalParameter, own_run
+from echelon.nn.dtypes import DTYPES
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import Sharing
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.precision import (
-    DTYPES,
+from echelon.state.ownership import LocalParameter, own_run
+from echelon.update.async_training import AsyncUpdate, WorkerGradients
+from echelon.update.host_memory_check import check_host_memory
+from echelon.update.host_updates import check_host_optimizer, make_host_stepper, updates_on_host
+from echelon.update.nonfinite import NonfiniteRule
+from echelon.update.optim.combined import CombinedOptimizer
+from echelon.update.optim.local import Make, make_whole
+from echelon.update.optim.needs import Need, check_parts, need_of
+from echelon.update.optim.sum_optimizer import SumOptimizer
+from echelon.update.parameter_parts import make_exchange
+from echelon.update.parameters_stepper import ParametersStepper
+from echelon.update.precision import (
     DirectStepper,
     KeyedRounding,
     LocalStepper,
@@ -39,9 +40,11 @@ from echelon.precision import (
     check_takes_units,
     make_loss_scaling,
 )
-from echelon.precision.element_runs import runs_of
-from echelon.runtime import LocalStages, ParametersStepper, SynchronousUpdate, Update
-from echelon.wrapping import Wrapping
+from echelon.update.precision.element_runs import runs_of
+from echelon.update.sparse_checks import check_sparse_gradients
+from echelon.update.synchronous_update import SynchronousUpdate
+from echelon.update.update import Update
+from echelon.update.whole_routes import make_routes
 
 
 class UpdateRule(NamedTuple):

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from echelon.audit import Mode
-from echelon.engine.auditing import AuditSettings
-from echelon.engine.balance import GateList
-from echelon.ownership import StateNames
+from echelon.engine.audit import Mode
+from echelon.engine.audit.auditing import AuditSettings
+from echelon.engine.step.balance import GateList
+from echelon.nn.wrapping import Wrapping
 from echelon.plan import Plan
-from echelon.wrapping import Wrapping
+from echelon.state.ownership import StateNames
 
 
 class WholeModel(NamedTuple):

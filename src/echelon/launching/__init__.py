@@ -4,12 +4,15 @@ Ranks are started, watched and ended here. How they communicate is in `echelon.c
 Importing this package does not import torch.
 """
 
-from echelon.launching.channel import is_launched_rank, send_message
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.host_work import host_work
 from echelon.launching.launcher import launch
+from echelon.launching.messages.channel import is_launched_rank, send_message
+from echelon.launching.messages.remote_result import RemoteResult
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
-from echelon.launching.pulse import (
+from echelon.launching.ranks import Ranks
+from echelon.launching.torchrun import join
+from echelon.launching.watch.pulse import (
     at_instruction,
     beat,
     enter_operation,
@@ -17,9 +20,6 @@ from echelon.launching.pulse import (
     leave_operation,
     start_step,
 )
-from echelon.launching.ranks import Ranks
-from echelon.launching.remote_result import RemoteResult
-from echelon.launching.torchrun import join
 
 __all__ = [
     "TRAINING_MODULES",

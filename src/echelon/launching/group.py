@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from echelon.launching.placement import Placement, RankReport, check_devices, place
-from echelon.launching.rank_report import report_current, report_visible
 from echelon.launching.store_agreement import agree
+from echelon.launching.watch.rank_report import report_current, report_visible
 
 # torch hands timeouts to poll() as milliseconds in 32 bits: 24.8 days.
 _LONGEST = timedelta(days=24)

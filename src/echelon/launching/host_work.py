@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from echelon.launching import pulse
+from echelon.launching.watch import pulse
 
 _PERIOD_SECONDS = 0.25
 

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from echelon.launching import guard, torchrun
-from echelon.launching.calls import pack_call
-from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline
+from echelon.launching import torchrun
 from echelon.launching.environment import Environment
+from echelon.launching.messages.calls import pack_call
 from echelon.launching.ranks import Ranks
+from echelon.launching.watch import guard
+from echelon.launching.watch.deadline import FROM_ENVIRONMENT, Deadline
 
 T = TypeVar("T")
 

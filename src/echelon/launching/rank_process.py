@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from echelon.launching import failure, guard, worker
-from echelon.launching.channel import STOP, Answer, Message
-from echelon.launching.failure import Failure, Kind
+from echelon.launching import worker
+from echelon.launching.messages.channel import STOP, Answer, Message
+from echelon.launching.messages.transport import unpack
 from echelon.launching.preloading import fork_server_context
-from echelon.launching.transport import unpack
+from echelon.launching.watch import failure, guard
+from echelon.launching.watch.failure import Failure, Kind
 
 Event = Answer | Message | Failure
 

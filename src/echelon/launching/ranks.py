@@ -19,16 +19,16 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from echelon.errors import UserError, raise_errors
-from echelon.launching import guard, hang
-from echelon.launching.calls import pack_call
-from echelon.launching.channel import Answer, Message, is_launched_rank
-from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
 from echelon.launching.environment import Environment, variables_of
 from echelon.launching.errors import RankFailed, RankHung
-from echelon.launching.failure import Failure, root_cause
+from echelon.launching.messages.calls import pack_call
+from echelon.launching.messages.channel import Answer, Message, is_launched_rank
 from echelon.launching.preloading import fork_server_context
-from echelon.launching.pulse import Board
 from echelon.launching.rank_process import RankProcess, collect_stacks, kill_all, stop_all
+from echelon.launching.watch import guard, hang
+from echelon.launching.watch.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
+from echelon.launching.watch.failure import Failure, root_cause
+from echelon.launching.watch.pulse import Board
 from echelon.launching.worker import RankConfig
 
 T = TypeVar("T")

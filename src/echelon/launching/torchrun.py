@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from echelon.errors import UserError, raise_errors
-from echelon.launching.channel import is_launched_rank
-from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
 from echelon.launching.environment import Environment, variables_of
-from echelon.launching.remote_result import RemoteResult
-from echelon.launching.results import decode, encode
+from echelon.launching.messages.channel import is_launched_rank
+from echelon.launching.messages.remote_result import RemoteResult
+from echelon.launching.messages.results import decode, encode
+from echelon.launching.watch.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
 
 T = TypeVar("T")
 
@@ -34,7 +34,8 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from echelon.launching import group, supervision
+    from echelon.launching import group
+    from echelon.launching.watch import supervision
 
     if dist.is_initialized():
         if is_under_torchrun():
@@ -58,15 +59,15 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
 
 def when_ended(call: Callable[[str], object]) -> None:
     """Let the watchdog of this rank call this with the reason before it ends the process."""
-    from echelon.launching import supervision
+    from echelon.launching.watch import supervision
 
     supervision.when_ended(call)
 
 
 def report_failure(reason: str) -> None:
     """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
-    if "echelon.launching.supervision" in sys.modules:  # otherwise it has joined nobody
-        from echelon.launching import supervision
+    if "echelon.launching.watch.supervision" in sys.modules:  # otherwise it has joined nobody
+        from echelon.launching.watch import supervision
 
         supervision.report_failure(reason)
 
@@ -99,7 +100,7 @@ def share_results(value: object) -> list[Any]:
     """
     import torch.distributed as dist
 
-    from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
+    from echelon.launching.messages.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
 
     data, error = _try_encode(value)
     state = [len(data), None if error is None else str(error) or type(error).__name__]
@@ -123,7 +124,7 @@ def ask_rank_0(fn: Callable[[], T]) -> T:
     PeerLost on the other ranks.
     """
     from echelon.launching import group
-    from echelon.launching.byte_collectives import all_gather_bytes
+    from echelon.launching.messages.byte_collectives import all_gather_bytes
 
     text = group.decide_on_rank_0(lambda: encode(fn()).hex())
     all_gather_bytes(b"")  # rank 0 may hold the store: it must not end before all have read

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from echelon.launching import failure, lifeline, pulse
-from echelon.launching.channel import STOP, Answer, Channel, open_channel
-from echelon.launching.transport import pack, unpack
+from echelon.launching.messages.channel import STOP, Answer, Channel, open_channel
+from echelon.launching.messages.transport import pack, unpack
+from echelon.launching.watch import failure, lifeline, pulse
 
 STACKS_SIGNAL = signal.SIGUSR1
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.saved_tensors import check_unchanged, observe
-from echelon.tracing import untraced
+from echelon.nn.autograd.saved_tensors import check_unchanged, observe
+from echelon.nn.autograd.tracing import untraced
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")

@@ -9,13 +9,13 @@ from echelon.models.experts_config import ExpertsConfig
 from echelon.models.families import build
 from echelon.models.generate import generate
 from echelon.models.gpt import GPT
-from echelon.models.hf_state import from_hf_state, to_hf_state
+from echelon.models.hf.state import from_hf_state, to_hf_state
 from echelon.models.huggingface import load_hf, read_hf_config, save_hf, save_hf_state
-from echelon.models.image_config import ImageConfig
-from echelon.models.image_folder import load_image
-from echelon.models.image_folder_config import read_image_config
-from echelon.models.image_model import ImageModel, build_image
-from echelon.models.image_presets import image_preset, image_presets
+from echelon.models.image.config import ImageConfig
+from echelon.models.image.folder import load_image
+from echelon.models.image.folder_config import read_image_config
+from echelon.models.image.model import ImageModel, build_image
+from echelon.models.image.presets import image_preset, image_presets
 from echelon.models.llama import Llama
 from echelon.models.loss import cross_entropy
 from echelon.models.presets import preset, presets

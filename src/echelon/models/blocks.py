@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.models.config import ModelConfig
 from echelon.models.rotary import Rotary, rotate
-from echelon.sequence import WHOLE
+from echelon.nn.sequence import WHOLE
 
 INIT_STD = 0.02
 

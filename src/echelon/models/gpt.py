@@ -13,7 +13,7 @@ from echelon.models.blocks import Attention, Block, Embedding, Linear, TokenEmbe
 from echelon.models.config import ModelConfig
 from echelon.models.mixture import feed_forward
 from echelon.models.transformer import Transformer
-from echelon.sequence import WHOLE
+from echelon.nn.sequence import WHOLE
 
 
 class GPT(Transformer):

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from echelon.errors import UserError, raise_errors
 from echelon.models.config import ModelConfig
 from echelon.models.families import build
-from echelon.models.hf_config import config_from_hf, config_to_hf
-from echelon.models.hf_dialects import OWN_TYPE, dialect_of
-from echelon.models.hf_state import layout_to_write
+from echelon.models.hf.config import config_from_hf, config_to_hf
+from echelon.models.hf.dialects import OWN_TYPE, dialect_of
+from echelon.models.hf.state import layout_to_write
 from echelon.models.transformer import Transformer
-from echelon.weight_files import (
+from echelon.state.weight_files import (
     CONFIG,
     SHARD_BYTES,
     WeightFolder,

@@ -6,7 +6,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.experts import (
+from echelon.models.blocks import Linear, residual_std
+from echelon.models.config import ModelConfig
+from echelon.models.experts_config import GATE_FIELDS, ExpertsConfig
+from echelon.nn.experts import (
     Experts,
     Gate,
     GShardGate,
@@ -17,10 +20,7 @@ from echelon.experts import (
     SoftmaxGate,
     SwitchGate,
 )
-from echelon.experts.module import Activation
-from echelon.models.blocks import Linear, residual_std
-from echelon.models.config import ModelConfig
-from echelon.models.experts_config import GATE_FIELDS, ExpertsConfig
+from echelon.nn.experts.module import Activation
 
 Dense = Callable[[ModelConfig, int], nn.Module]  # of a hidden width
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from echelon.models.blocks import Block, Head, TokenEmbedding, reset_parameters
 from echelon.models.config import ModelConfig
-from echelon.models.hf_config import config_differences, config_to_hf
-from echelon.models.hf_names import hf_layout
-from echelon.weight_files import WeightLayout
+from echelon.models.hf.config import config_differences, config_to_hf
+from echelon.models.hf.names import hf_layout
+from echelon.state.weight_files import WeightLayout
 
 
 class Transformer(nn.Module):

@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.models.config import ModelConfig
 from echelon.models.families import build
-from echelon.models.image_config import ImageConfig
-from echelon.models.image_model import build_image
+from echelon.models.image.config import ImageConfig
+from echelon.models.image.model import build_image
 
 
 @final

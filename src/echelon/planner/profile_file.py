@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from echelon.bounded_json import parse_json
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
 from echelon.planner.graph_text import parse_graph_text
-from echelon.text_file import read_text_file
+from echelon.program.text_file import read_text_file
+from echelon.state.bounded_json import parse_json
 
 FORMAT, VERSION = "echelon-profile", 1
 _KEYS = ("format", "version", "nodes", "edges", "tied")

@@ -8,7 +8,7 @@ from echelon.program.grid import draw_words
 from echelon.program.instruction import RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_transfers, add_update, fill_update
 from echelon.program.text import Parsed, parse
-from echelon.text_file import read_text_file
+from echelon.program.text_file import read_text_file
 
 
 def load_schedule(path: str | Path, *, ties: bool = False) -> Program:

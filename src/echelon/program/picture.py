@@ -1,7 +1,7 @@
 """A timeline as a picture: one row per rank, time to the right, the bubble hatched.
 
 Planned and measured timelines are drawn by the same code, from spans. This module decides what stands where;
-canvas.py turns boxes and words into SVG or PNG. The look is that of echelon.charts.
+canvas.py turns boxes and words into SVG or PNG. The look is that of echelon.train.charts.
 """
 
 import math

@@ -16,16 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from echelon.errors import did_you_mean
-from echelon.program.instruction import (
-    COMPUTE,
-    COPIES,
-    RANK_LEVEL,
-    RECEIVES,
-    SENDS,
-    Instruction,
-    Op,
-    Program,
-)
+from echelon.program.instruction import COMPUTE, COPIES, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
 
 _NUMBERED_BY_VERSION = (Op.STASH, Op.POP)
 _NUMBERED = (*COMPUTE, *COPIES, *SENDS, *RECEIVES, *_NUMBERED_BY_VERSION)

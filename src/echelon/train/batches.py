@@ -7,7 +7,7 @@ from echelon.data import Batches, Corpus, num_windows
 from echelon.plan import Plan
 
 if TYPE_CHECKING:
-    from echelon.train.job import Job
+    from echelon.train.jobs.job import Job
 
 
 def make_batches(job: "Job", corpus: Corpus) -> tuple[Batches, Batches | None]:

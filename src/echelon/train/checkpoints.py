@@ -12,20 +12,20 @@ from typing import Any, TypeVar, cast, final
 
 import torch.distributed as dist
 
-from echelon.checkpoint import CheckpointFolder
 from echelon.engine import Engine
-from echelon.engine.nonfinite import NonfiniteError
 from echelon.errors import UserError
 from echelon.launching.group import decide_on_rank_0
+from echelon.state.checkpoint import CheckpointFolder
 from echelon.train.data_position import DataPosition
 from echelon.train.events import FROM_DISK, RolledBack
-from echelon.train.job import Job
-from echelon.train.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
+from echelon.train.jobs.job import Job
 from echelon.train.metrics_file import METRICS
-from echelon.train.rollbacks import SKIPPED, SkippedBatches
-from echelon.train.run_folder import RunFolder
+from echelon.train.runs.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
+from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches
+from echelon.train.runs.run_folder import RunFolder
+from echelon.train.runs.unwritten import UnwrittenLines
 from echelon.train.spikes import SpikeWatch, Trouble
-from echelon.train.unwritten import UnwrittenLines
+from echelon.update.nonfinite import NonfiniteError
 
 CHECKPOINTS = "checkpoints"
 T = TypeVar("T")

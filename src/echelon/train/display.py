@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from echelon.charts import sparkline
 from echelon.quantities import show_bytes
+from echelon.train.charts import sparkline
 from echelon.train.events import (
     Audited,
     Evaluated,
@@ -24,7 +24,7 @@ from echelon.train.events import (
     Starting,
     Stepped,
 )
-from echelon.train.job import Job
+from echelon.train.jobs.job import Job
 
 _LINE_SECONDS = 5.0  # between plain lines
 

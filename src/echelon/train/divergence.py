@@ -3,7 +3,7 @@
 import math
 
 from echelon.errors import UserError
-from echelon.train.job import Job
+from echelon.train.jobs.job import Job
 
 
 def refuse_divergence(job: Job, step: int, **numbers: float) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeVar
 
-from echelon.charts import Series, line_chart, side_by_side
+from echelon.train.charts import Series, line_chart, side_by_side
 from echelon.train.events import GateLoad, Stepped
 
 _MOST_LINES = 8  # experts that have a line each; of more, the largest, the median and the smallest

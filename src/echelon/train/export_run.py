@@ -12,17 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.checkpoint import SavedState
-from echelon.checkpoint.finding import RUN_FILE, find_checkpoint, find_run, one_before_is_named
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.huggingface import config_json, weight_layout
 from echelon.models import ModelConfig, build_without_memory
-from echelon.ownership import MASTER, VALUE, Slice, StateNames
-from echelon.train.job import Job
-from echelon.train.job_file import read_values
-from echelon.train.run_links import link_errors
-from echelon.train.tasks import config_of
-from echelon.weight_files import (
+from echelon.nn.huggingface import config_json, weight_layout
+from echelon.state.checkpoint import SavedState
+from echelon.state.checkpoint.finding import RUN_FILE, find_checkpoint, find_run, one_before_is_named
+from echelon.state.ownership import MASTER, VALUE, Slice, StateNames
+from echelon.state.weight_files import (
     SHARD_BYTES,
     TensorEntry,
     read_json,
@@ -31,7 +27,11 @@ from echelon.weight_files import (
     write_folder,
     write_weights,
 )
-from echelon.weight_files.dcp_folder import write_dcp
+from echelon.state.weight_files.dcp_folder import write_dcp
+from echelon.train.jobs.job import Job
+from echelon.train.jobs.job_file import read_values
+from echelon.train.runs.run_links import link_errors
+from echelon.train.tasks import config_of
 
 EXPORTS = "export"
 FORMATS = ("hf", "safetensors", "dcp")

@@ -8,18 +8,11 @@ import torch
 from torch import Tensor
 
 from echelon.data import ImageData, TrainingImages, ValidationImages, open_images
-from echelon.models import (
-    ImageConfig,
-    ImageModel,
-    build_image,
-    cross_entropy,
-    load_image,
-    num_parameters,
-)
-from echelon.targets import IGNORED_TARGET
+from echelon.models import ImageConfig, ImageModel, build_image, cross_entropy, load_image, num_parameters
+from echelon.nn.targets import IGNORED_TARGET
 
 if TYPE_CHECKING:
-    from echelon.train.job import Job
+    from echelon.train.jobs.job import Job
 
 SAMPLE_IMAGES = 16
 

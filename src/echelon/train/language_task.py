@@ -12,7 +12,7 @@ from echelon.models import Transformer, build, cross_entropy, generate, load_hf
 from echelon.train.batches import make_batches
 
 if TYPE_CHECKING:
-    from echelon.train.job import Job
+    from echelon.train.jobs.job import Job
 
 SAMPLE_TOKENS = 300
 DEFAULT_EVALUATE_BATCHES = 4

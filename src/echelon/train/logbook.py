@@ -3,8 +3,8 @@
 import statistics
 from typing import Any
 
-from echelon.audit.report import AuditResult
-from echelon.charts import Series, line_chart
+from echelon.engine.audit.report import AuditResult
+from echelon.train.charts import Series, line_chart
 from echelon.train.events import Audited, Evaluated, Event, RolledBack, Sampled, Started, Stepped
 from echelon.train.expert_picture import expert_picture
 from echelon.train.metrics_file import (
@@ -16,7 +16,7 @@ from echelon.train.metrics_file import (
     metrics_with_rollbacks,
     read_metrics,
 )
-from echelon.train.run_folder import RunFolder, explain_os_errors
+from echelon.train.runs.run_folder import RunFolder, explain_os_errors
 
 
 class Logbook:

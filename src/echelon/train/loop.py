@@ -10,26 +10,26 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import nn
 
-from echelon.audit import AuditResult, Mode
 from echelon.collectives import StepMoves
+from echelon.collectives.mesh import this_device
 from echelon.engine import Engine, Metrics, parallelize
-from echelon.engine.balance import ExpertLoad
-from echelon.engine.nonfinite import NonfiniteError
-from echelon.initialization import deferred
+from echelon.engine.audit import AuditResult, Mode
+from echelon.engine.step.balance import ExpertLoad
 from echelon.launching import host_work
-from echelon.mesh import this_device
-from echelon.optim.optimizers import make_optimizer
+from echelon.nn.initialization import deferred
 from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
-from echelon.train.job import Job
-from echelon.train.memory_fit import refuse_small_device, state_bytes
+from echelon.train.jobs.job import Job
+from echelon.train.jobs.memory_fit import refuse_small_device, state_bytes
 from echelon.train.metrics_file import METRICS, last_step
-from echelon.train.rollbacks import LossSpikeError, Rollbacks
-from echelon.train.stop_request import StopRequest
+from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
+from echelon.train.runs.stop_request import StopRequest
 from echelon.train.task import Task
 from echelon.train.tasks import open_task
+from echelon.update.nonfinite import NonfiniteError
+from echelon.update.optim.optimizers import make_optimizer
 
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 

@@ -14,11 +14,11 @@ from echelon import __version__
 from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
-from echelon.train.job import Job, as_plain
+from echelon.train.jobs.job import Job, as_plain
 from echelon.train.logbook import Logbook
-from echelon.train.preempted import Preempted
-from echelon.train.run_folder import RunFolder
-from echelon.train.run_lock import locked
+from echelon.train.runs.preempted import Preempted
+from echelon.train.runs.run_folder import RunFolder
+from echelon.train.runs.run_lock import locked
 
 Show = Callable[[Event], None]
 

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import UserError, did_you_mean
 from echelon.models import ImageConfig, ModelConfig
-from echelon.train.findings import Findings
-from echelon.train.image_rules import check_image_data, check_image_model
 from echelon.train.image_task import ImageTask, model_config, open_data
-from echelon.train.language_rules import check_language_data, check_language_model
+from echelon.train.jobs.image_rules import check_image_data, check_image_model
+from echelon.train.jobs.language_rules import check_language_data, check_language_model
 from echelon.train.language_task import LanguageTask
+from echelon.train.runs.findings import Findings
 from echelon.train.task import Task
 
 if TYPE_CHECKING:
-    from echelon.train.job import Job
+    from echelon.train.jobs.job import Job
 
 TASKS = ("language", "images")
 

@@ -10,16 +10,16 @@ from echelon.launching import TRAINING_MODULES, join, preload
 from echelon.launching.group import decide_on_rank_0
 from echelon.launching.torchrun import is_under_torchrun, when_ended
 from echelon.train.checkpoints import checkpoint_folder
-from echelon.train.elastic import change, fit_job
 from echelon.train.events import Noted
-from echelon.train.job import Job, check
+from echelon.train.jobs.job import Job, check
 from echelon.train.loop import train_rank
-from echelon.train.memory_copies import loss_warning, memory_of_rank
-from echelon.train.preempted import Preempted
 from echelon.train.run import Run, Show, open_run
-from echelon.train.sigterm import Sigterm
-from echelon.train.supervisor import supervise
-from echelon.train.torchrun_launch import run_of_launch, this_launch
+from echelon.train.runs.elastic import change, fit_job
+from echelon.train.runs.memory_copies import loss_warning, memory_of_rank
+from echelon.train.runs.preempted import Preempted
+from echelon.train.runs.sigterm import Sigterm
+from echelon.train.runs.supervisor import supervise
+from echelon.train.runs.torchrun_launch import run_of_launch, this_launch
 
 
 def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = False) -> dict[str, Any]:

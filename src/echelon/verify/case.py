@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.dropout import recurrent_dropout
 from echelon.errors import UserError
-from echelon.huggingface import frequencies
-from echelon.initialization import is_deferred
+from echelon.nn.dropout import recurrent_dropout
+from echelon.nn.huggingface import frequencies
+from echelon.nn.initialization import is_deferred
 from echelon.verify.float64_patch import Float64, patch_float64
 
 

@@ -15,17 +15,17 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor, nn
 
-from echelon.assembly import assemble
 from echelon.engine import Engine, Metrics, parallelize
+from echelon.engine.audit.reference import disturbed_outputs
 from echelon.engine.auto import ranks_here
-from echelon.engine.reference import disturbed_outputs
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
-from echelon.ownership import MASTER
+from echelon.nn.dtypes import DTYPES
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
-from echelon.precision import DTYPES
+from echelon.state.assembly import assemble
+from echelon.state.ownership import MASTER
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import Bug, check_bug, inject, unaudited
 from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision, rounding_of

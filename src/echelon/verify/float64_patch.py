@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from echelon.huggingface import casts_to_float32
-from echelon.inputs import tensors_of
-from echelon.wrapping import Wrapper, Wrapping
+from echelon.nn.huggingface import casts_to_float32
+from echelon.nn.inputs import tensors_of
+from echelon.nn.wrapping import Wrapper, Wrapping
 
 _CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type)
 

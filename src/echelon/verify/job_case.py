@@ -15,13 +15,13 @@ from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.hardware import available_memory
 from echelon.models import ImageConfig, ModelConfig, build, build_image, load_hf, load_image, num_parameters
-from echelon.optim.optimizers import make_optimizer
 from echelon.plan import Plan
 from echelon.quantities import show_bytes
-from echelon.train.job import Job
-from echelon.train.memory_fit import num_states, rank_bytes
+from echelon.train.jobs.job import Job
+from echelon.train.jobs.memory_fit import num_states, rank_bytes
 from echelon.train.task import Task
 from echelon.train.tasks import open_task
+from echelon.update.optim.optimizers import make_optimizer
 from echelon.verify.case import Case
 
 SEQUENCE = 32

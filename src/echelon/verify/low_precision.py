@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.ownership import MASTER
+from echelon.nn.dtypes import DTYPES
 from echelon.plan import Plan
-from echelon.precision import DTYPES
+from echelon.state.ownership import MASTER
 from echelon.verify.reference import TrainingResult
 from echelon.verify.verdict import LOG, is_alike, named_tensors, number_lists, rank_gaps
 

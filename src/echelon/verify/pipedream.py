@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.engine.batch import num_samples, part_bounds, take_part, total_and_count
-from echelon.pipeline_parallel import split_model
+from echelon.nn.batch import num_samples, part_bounds, take_part, total_and_count
+from echelon.parallel.pipeline import split_model
 from echelon.plan import Plan
 from echelon.verify.case import Case
 from echelon.verify.reference import ReferenceModel, ReferenceScale, TrainingResult, is_finite

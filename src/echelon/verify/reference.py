@@ -16,15 +16,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.draws import EVALUATION, SampleDraws
-from echelon.dropout import key_dropout, scope
-from echelon.experts import after_step, auxiliary_loss, gates_of
-from echelon.inputs import tensors_of
-from echelon.precision import DynamicScale
-from echelon.runtime import Push
+from echelon.nn.draws import EVALUATION, SampleDraws
+from echelon.nn.dropout import key_dropout, scope
+from echelon.nn.experts import after_step, auxiliary_loss, gates_of
+from echelon.nn.inputs import tensors_of
+from echelon.nn.wrapping import Wrapping
+from echelon.update.precision import DynamicScale
+from echelon.update.update import Push
 from echelon.verify.case import Case, cast_floats
 from echelon.verify.rounding import round_keyed
-from echelon.wrapping import Wrapping
 
 _CLOSE = 16.0  # times the largest number, or a part of it: as many parts as a sum may have, about
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.engine.batch import num_samples, take_part, total_and_count
-from echelon.runtime import Push
+from echelon.nn.batch import num_samples, take_part, total_and_count
+from echelon.update.update import Push
 from echelon.verify.case import Case
 from echelon.verify.reference import ReferenceModel, ReferenceScale, TrainingResult
 

@@ -5,7 +5,7 @@ seed, update, parameter and element.
 import torch
 from torch import Tensor
 
-from echelon.hashing import WEYL, hash_of, mix_, signed
+from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.fingerprint import fingerprint
-from echelon.ownership import MASTER
+from echelon.collectives.fingerprint import fingerprint
 from echelon.plan import Plan
+from echelon.state.ownership import MASTER
 from echelon.verify.reference import TrainingResult
 
 TOLERANCE = 1e-9

@@ -10,7 +10,6 @@ from echelon.collectives.shared import operations
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import Steps
 from echelon.collectives.shared.slots import LANE
-
 from tests.collectives.shared.simulated_links import SimulatedLink, advance_others, run, simulate
 
 SIZE = 3

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.collectives.shared.group import SharedGroup
 from echelon.collectives.shared.slots import COLLECTIVE, LANE
-
+from tests.collectives.shared.real_ranks import Warm, new_group, wait_until, world
 from tests.collectives.test_group import one_of_each
 from tests.collectives.test_torch_group import DTYPES, each_rank
-from tests.collectives.shared.real_ranks import Warm, new_group, wait_until, world
 
 ALL_DTYPES = [*DTYPES, torch.int16, torch.int8]
 CARRIED = [*ALL_DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]

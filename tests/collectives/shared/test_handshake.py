@@ -14,7 +14,6 @@ import torch.distributed as dist
 from echelon.collectives.shared import handshake
 from echelon.collectives.shared.handshake import Host
 from echelon.launching import Ranks
-
 from tests.collectives.shared.real_ranks import new_group
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from echelon.collectives import Ledger, group_over
 from echelon.launching import PeerLost, RankFailed, Ranks, rank_process
-
 from tests.collectives.shared.real_ranks import LARGE, Warm, message_in_child, new_group, result_of, world
 
 THREAD = "echelon-shared-memory"

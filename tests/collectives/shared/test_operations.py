@@ -6,7 +6,6 @@ import torch.distributed as dist
 from echelon.collectives.shared.header import Header
 from echelon.collectives.shared.slots import COLLECTIVE, RingWriter
 from echelon.launching import Ranks
-
 from tests.collectives.shared.real_ranks import Warm, world
 
 DIRECT = 40_000  # elements of four bytes: enough to be read directly

@@ -18,8 +18,14 @@ from echelon.collectives.shared import progress_loop
 from echelon.collectives.shared.group import SharedGroup
 from echelon.collectives.shared.slots import LANE
 from echelon.launching import PeerLost, Ranks
-
-from tests.collectives.shared.real_ranks import Warm, loop_of, message_in_child, new_group, result_of, wait_until
+from tests.collectives.shared.real_ranks import (
+    Warm,
+    loop_of,
+    message_in_child,
+    new_group,
+    result_of,
+    wait_until,
+)
 from tests.collectives.shared.test_link import threads
 
 SMALL, SLOT, LARGE = 3, LANE.slot_bytes // 4, 1_000_000  # elements; the last is read directly

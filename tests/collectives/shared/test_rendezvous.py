@@ -14,7 +14,6 @@ from echelon.collectives import Ledger, TorchGroup, group_over
 from echelon.collectives.shared import handshake, rendezvous
 from echelon.errors import UserError
 from echelon.launching import Ranks
-
 from tests.collectives.shared.real_ranks import LARGE, Warm, new_group
 
 

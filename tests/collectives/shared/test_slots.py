@@ -21,7 +21,6 @@ from echelon.collectives.shared.slots import (
 )
 from echelon.collectives.shared.tensor_memory import TensorMemory
 from echelon.launching import PeerLost
-
 from tests.collectives.shared.simulated_links import SimulatedPeer
 
 MEMORY = TensorMemory.of(torch.zeros(4))

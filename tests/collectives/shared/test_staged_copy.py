@@ -12,7 +12,6 @@ from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import Steps
 from echelon.collectives.shared.slots import COLLECTIVE, LANE
 from echelon.collectives.shared.tensor_memory import TensorMemory
-
 from tests.collectives.shared.simulated_links import SimulatedLink, advance_others, run, simulate
 
 SIZE = 3

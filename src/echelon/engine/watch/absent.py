@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from echelon.engine.watch.inside import Inside
 from echelon.errors import UserError
+from echelon.nn.wrapping import Wrapping
 from echelon.plan import Plan
-from echelon.wrapping import Wrapping
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 _RESULTS = (Tensor, type(None), float, list, dict, set, deque)  # what a forward may leave in an attribute

@@ -8,12 +8,12 @@ import torch
 from echelon.engine.watch.inside import Inside
 from echelon.engine.watch.rules import updates_itself
 from echelon.errors import UserError
-from echelon.optim.first_state import FirstStates
-from echelon.optim.needs import need_of
-from echelon.optim.state_forms import inner_optimizers
 from echelon.plan import Plan
-from echelon.precision.optimizer_call import has_step_hooks
-from echelon.precision.stepper import has_other_step
+from echelon.update.optim.first_state import FirstStates
+from echelon.update.optim.needs import need_of
+from echelon.update.optim.state_forms import inner_optimizers
+from echelon.update.precision.optimizer_call import has_step_hooks
+from echelon.update.precision.stepper import has_other_step
 
 
 @final

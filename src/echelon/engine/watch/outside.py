@@ -13,17 +13,17 @@ from typing import Any, final
 
 from torch import nn
 
-from echelon.engine.layer_sharding import LayerSharding
+from echelon.collectives.mesh import Mesh
 from echelon.engine.watch.absent import AbsentReads, mark_absent
 from echelon.engine.watch.inside import Inside
 from echelon.errors import UserError
-from echelon.layering import listed_layers
-from echelon.mesh import Mesh
+from echelon.nn.autograd.tracing import untraced
+from echelon.nn.layering import listed_layers
+from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
+from echelon.parallel.tensor import Column
 from echelon.plan import Plan
-from echelon.runtime import LocalStages
-from echelon.tensor_parallel import Column
-from echelon.tracing import untraced
-from echelon.wrapping import GUARD, Wrapping, find_wrapper
 
 
 def guard_outside(

@@ -18,20 +18,21 @@ from typing import final
 
 from torch import nn
 
-from echelon.data_parallel.batch_norm import check_worker_norms
-from echelon.data_parallel.idle import Idle
-from echelon.data_parallel.problems import Problem
-from echelon.engine.layer_sharding import LayerSharding
+from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.mesh import Mesh
 from echelon.engine.watch.inside import Inside
 from echelon.engine.watch.optimizer import OptimizerWatch
 from echelon.engine.watch.rules import calls_as_one_device, changed_weight_error, lost_gradient, needs_idle
 from echelon.engine.watch.structure import Structure
 from echelon.engine.watch.weights import WeightWatch
 from echelon.errors import UserError
-from echelon.fingerprint import fingerprint
-from echelon.mesh import Mesh
+from echelon.parallel.data.batch_norm import check_worker_norms
+from echelon.parallel.data.problems import Problem
+from echelon.parallel.data.zero.idle import Idle
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
-from echelon.runtime import LocalStages, Update
+from echelon.update.update import Update
 
 _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, final
 import torch
 from torch import nn
 
-from echelon.data_parallel.freed import FreedParameter
 from echelon.errors import UserError
+from echelon.parallel.data.zero.freed import FreedParameter
 
 
 class _State(NamedTuple):

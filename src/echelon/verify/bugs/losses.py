@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from echelon.engine import Engine
-from echelon.runtime import Microbatch, MicrobatchLoss
-from echelon.targets import IGNORED_TARGET
+from echelon.engine.step.runtime import Microbatch, MicrobatchLoss
+from echelon.nn.targets import IGNORED_TARGET
 from echelon.verify.bugs.alterations import Message, alter, lose, replace_method, then
 
 

@@ -2,7 +2,7 @@
 
 from echelon.collectives import Work
 from echelon.engine import Engine
-from echelon.runtime.synchronous_update import SynchronousUpdate
+from echelon.update.synchronous_update import SynchronousUpdate
 from echelon.verify.bugs.alterations import Message, alter
 
 

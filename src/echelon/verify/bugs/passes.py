@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.data_parallel.batch_norm import WholeBatchNorm
-from echelon.dropout import current, restore
 from echelon.engine import Engine
-from echelon.recompute.segment import RecomputedLayer
+from echelon.memory.recompute.segment import RecomputedLayer
+from echelon.nn.dropout import current, restore
+from echelon.nn.wrapping import W, find_wrapper
+from echelon.parallel.data.batch_norm import WholeBatchNorm
 from echelon.verify.bugs.alterations import Message, alter, is_in_backward, replace_method, then
-from echelon.wrapping import W, find_wrapper
 
 
 def _wrappers(engine: Engine, kind: type[W]) -> Iterator[W]:

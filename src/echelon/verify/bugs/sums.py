@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from echelon.collectives import CompletedWork, Group, Work
-from echelon.data_parallel import Sharing
-from echelon.data_parallel.reducer import Reducer
 from echelon.engine import Engine
+from echelon.parallel.data import Sharing
+from echelon.parallel.data.reducer import Reducer
 from echelon.verify.bugs.alterations import Change, Message, alter, lose, replace_method
 
 

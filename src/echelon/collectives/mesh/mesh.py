@@ -1,0 +1,237 @@
+"""The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives import (
+    Edge,
+    Edges,
+    Group,
+    HostBoundary,
+    Ledger,
+    RecordingGroup,
+    TorchGroup,
+    disjoint_pairs,
+    edges_over,
+    group_over,
+    make_boundary,
+    without_serialization_warning,
+)
+from echelon.collectives.mesh.debugging import compare_calls
+from echelon.collectives.mesh.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
+from echelon.collectives.mesh.process_groups import new_host_group, new_process_group
+from echelon.collectives.mesh.stream_checks import check_streams
+from echelon.errors import UserError
+from echelon.launching import join
+from echelon.launching.group import backend_for
+from echelon.plan import Plan
+
+
+class Mesh:
+    """This process's position in `plan`, with a Group for each axis, all writing into one ledger."""
+
+    def __init__(self, plan: Plan, groups: dict[str, Group], rank: int, device: torch.device) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        self.layout = Layout(plan)
+        self.ledger = next(iter(groups.values())).ledger
+        self._open_groups = list(groups.values())
+        self._groups = groups
+        self._boundary: HostBoundary | None = None
+        for group in groups.values():
+            self._let_compare(group)
+        self._equal_axes = {axis: _first_equal_axis(self.layout, axis) for axis in _combined(self.layout)}
+
+    @classmethod
+    def join(cls, plan: Plan) -> "Mesh":
+        """Join the running ranks: launched, under torchrun, or this process alone."""
+        join()
+        running = dist.get_world_size() if dist.is_initialized() else 1
+        if running != plan.ranks:
+            raise UserError(
+                f"plan '{plan}' needs {plan.ranks} ranks, but {running} {'is' if running == 1 else 'are'} "
+                f"running; start it with echelon.launch(fn, ranks={plan.ranks}) or "
+                f"torchrun --nproc-per-node {plan.ranks}"
+            )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        device = this_device()
+        return cls(plan, _real_groups(Layout(plan), rank, device), rank, device)
+
+    @classmethod
+    def pretend(cls, plan: Plan, rank: int) -> "Mesh":
+        """Rank `rank` of a plan of any size, in this one process: everything is recorded, nothing moved."""
+        layout, ledger = Layout(plan), Ledger()
+        groups: dict[str, Group] = {}
+        for axis in _axes_of(layout):
+            groups[axis] = RecordingGroup(axis, *layout.place(axis, rank), ledger)
+        return cls(plan, groups, rank, torch.device("cpu"))
+
+    @property
+    def position(self) -> Position:
+        return self.layout.position(self.rank)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self._groups)
+
+    def group(self, axis: str) -> Group:
+        """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
+        `shard` (those that shard one copy of them), `copies` (those with the same part of other copies),
+        `stage` (the ranks with parts of the same stages), `all`. With expert > 1 also `experts`,
+        `expert_shard` and `expert_copies`: what `weights`, `shard` and `copies` are for experts."""
+        return self._groups[self._equal_axes.get(axis, axis)]
+
+    @property
+    def boundary(self) -> HostBoundary:
+        """Between this rank's device and its host: made for the first who asks, and closed by this mesh."""
+        if self._boundary is None:
+            self._boundary = make_boundary(self.device, self.ledger)
+        return self._boundary
+
+    def host_storages(self) -> dict[str, list[Tensor]]:
+        """What is held in host memory now, by category; asks for no boundary."""
+        return {} if self._boundary is None else self._boundary.storages()
+
+    def group_of_stages(self, stages: Collection[int]) -> Group:
+        """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
+
+        Where all stages have as many replicas, those with the same number along `data`.
+        """
+        column = self.layout.column(self.rank, stages)
+        process_group = new_process_group(column, partial(self.layout.columns, stages))
+        if process_group is None:
+            return RecordingGroup("tied", ledger=self.ledger)
+        group = self._keep_open(_group_over("tied", process_group, self.ledger))
+        group.connect(self.device)
+        return group
+
+    def edges(self, pairs: Collection[tuple[int, int]]) -> Edges:
+        """The edges between this rank and others of its pipeline; `pairs` (sender, receiver) are all that
+        the program uses, as the pipeline numbers its ranks; every rank must call this."""
+        group = self.group("pipeline")
+        if group.size == 1 or group.has_queue_per_peer(self.device):
+            return edges_over(group, self.device)
+        check_streams(self.plan, self._open_groups, pairs, group, self.group("all"), self.device)
+        host = self._open_host_group()
+        edges = Edges({}, {})
+        for directed in disjoint_pairs(pairs):
+            sender, receiver = next((pair for pair in directed if group.rank in pair), directed[0])
+            edge_group = self._open_edge_group((sender, receiver), directed)
+            if edge_group is None:
+                continue
+            edge_group.connect(self.device)
+            outgoing = group.rank == sender
+            peer = receiver if outgoing else sender
+            edge = Edge(edge_group, 1 - edge_group.rank, Edge(host, peer))
+            (edges.outgoing if outgoing else edges.incoming)[peer] = edge
+        return edges
+
+    def _open_host_group(self) -> Group:
+        """The ranks of this rank's pipeline, for bytes of the host; this mesh closes it."""
+        process_group = new_host_group(self.layout.group("pipeline", self.rank))
+        return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
+
+    def _open_edge_group(self, pair: tuple[int, int], pairs: Collection[tuple[int, int]]) -> Group | None:
+        """Two ranks of this rank's pipeline, which this mesh closes; None if it is neither of them.
+
+        At the same time every pipeline opens a group for each of the `pairs`.
+        """
+        column = self.layout.group("pipeline", self.rank)
+        with without_serialization_warning():
+            process_group = new_process_group(_ranks_of_pair(column, pair), partial(self._edge_ranks, pairs))
+        if process_group is None:
+            return None
+        return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
+
+    def _edge_ranks(self, pairs: Collection[tuple[int, int]]) -> list[list[int]]:
+        return [_ranks_of_pair(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
+
+    def _keep_open(self, group: Group) -> Group:
+        """This mesh closes the group."""
+        self._open_groups.append(group)
+        self._let_compare(group)
+        return group
+
+    def _let_compare(self, group: Group) -> None:
+        """With debug=true. Not where stages have several replicas: there a sum that is begun early waits for
+        nobody, and a comparison would wait for a replica that waits for this rank."""
+        if self.plan.debug and max(self.plan.replicas) == 1:
+            compare_calls(group, self.device)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close all groups of this mesh, any number of times, also when peers are gone (`failed`).
+
+        Without this, the threads, sockets and shared memory of a mesh stay until the process ends, because
+        torch keeps every process group in a global table.
+        """
+        with ExitStack() as stack:  # closes the others even if one raises
+            if self._boundary is not None:
+                stack.callback(self._boundary.close)
+                self._boundary = None
+            while self._open_groups:
+                stack.callback(self._open_groups.pop().close, failed=failed)
+
+
+def _axes_of(layout: Layout) -> tuple[str, ...]:
+    combined = tuple(axis for axis in _combined(layout) if _first_equal_axis(layout, axis) == axis)
+    return (*AXES, *combined, *(("expert",) if layout.plan.expert > 1 else ()))
+
+
+def _combined(layout: Layout) -> tuple[str, ...]:
+    return (*COMBINED_AXES, *(("expert_data", *EXPERT_AXES) if layout.plan.expert > 1 else ()))
+
+
+def _first_equal_axis(layout: Layout, axis: str) -> str:
+    """The first axis with the same groups: a combined axis often equals a single one."""
+    candidates = (*_PREFERRED_AXES, *_combined(layout))
+    return next(other for other in candidates if layout.same_groups(other, axis))
+
+
+_PREFERRED_AXES = ("data", "context", "tensor", "pipeline")  # a single rank is a group along `data`
+
+
+def _real_groups(layout: Layout, rank: int, device: torch.device) -> dict[str, Group]:
+    """This rank's group along each axis, connected: in the same order on every rank."""
+    ledger = Ledger()
+    with ExitStack() as stack:  # closes what was made if a later group fails
+        groups: dict[str, Group] = {}
+        for axis in _axes_of(layout):
+            groups[axis] = _real_group(axis, layout, rank, ledger)
+            stack.callback(groups[axis].close)
+            groups[axis].connect(device)
+        stack.pop_all()
+    return groups
+
+
+def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
+    if layout.largest_group(axis) == 1:  # no rank makes a group
+        return RecordingGroup(axis, ledger=ledger)
+    process_group = new_process_group(layout.group(axis, rank), partial(layout.groups, axis))
+    if process_group is None:  # along this axis the rank is alone, and others are not: pipeline=3-1
+        return RecordingGroup(axis, ledger=ledger)
+    return _group_over(axis, process_group, ledger)
+
+
+def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
+    """The Group over a new process group; if it cannot be made, torch does not keep the process group."""
+    try:
+        return group_over(axis, process_group, ledger)
+    except BaseException:
+        dist.destroy_process_group(process_group)
+        raise
+
+
+def _ranks_of_pair(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
+    """The ranks that a pipeline, `column`, gives the numbers of `pair`."""
+    return [column[number] for number in pair]
+
+
+def this_device() -> torch.device:
+    """The device on which this process computes: the current GPU, if its group moves GPU tensors."""
+    if torch.cuda.is_available() and (not dist.is_initialized() or backend_for("cuda") is not None):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,212 @@
+"""When steps are audited, and what is said of it.
+
+    "first"      the first step
+    "sampled"    steps 1, 2, 4, 8, …, and those whose batch shows a trait that no audited batch has shown
+    "always"     every step
+    "off"        none
+
+An engine counts its own steps: the first one after a checkpoint was loaded is audited too.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, final
+
+from torch import Tensor, nn
+
+from echelon.engine.arguments import check_audit
+from echelon.engine.audit import AuditResult, Mode
+from echelon.engine.audit.agreement import RankAgreement
+from echelon.engine.audit.audit_batch import GivenBatch
+from echelon.engine.audit.batch_traits import sample_traits, union
+from echelon.engine.audit.finite_weights import check_finite_weights
+from echelon.engine.audit.gradient_audit import GradientAudit, Parts
+from echelon.engine.audit.plain_form import PlainForm
+from echelon.engine.audit.reference import Reference
+from echelon.engine.step.weight_changes import WeightChanges, frees_weights, kept_weights, may_change_weights
+from echelon.errors import UserError
+from echelon.nn.dtypes import DTYPES
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
+from echelon.parallel.tensor import split_loss
+from echelon.plan import Plan
+from echelon.state.ownership import StateNames
+from echelon.update.numbers import HostCopy
+
+_ASKED_AGAIN = 3  # steps in which an audit that could not compare asks for another batch
+
+
+class AuditSettings(NamedTuple):
+    """What `parallelize` was told, and the model as it was before it was split."""
+
+    mode: Mode
+    check_every: int
+    form: PlainForm | None
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, names: StateNames, mode: Mode, check_every: int, wrapping: Wrapping
+    ) -> "AuditSettings":
+        check_audit(mode, check_every)
+        return cls(mode, check_every, None if mode == "off" else PlainForm(model, names, wrapping))
+
+
+class _Unread(NamedTuple):
+    """A batch whose traits are on their way from a device."""
+
+    batch: GivenBatch
+    step: int
+    traits: Tensor
+    is_new: HostCopy
+
+
+@final
+class Audit:
+    """Asked before every step, on all ranks together; does nothing before most."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        gradients: GradientAudit | None,
+        weights: Callable[[], list[AuditResult]],
+        agreement: RankAgreement,
+        around: Callable[[], AbstractContextManager[None]],
+        *,
+        watches: bool,
+    ) -> None:
+        """`around`: what is watched while the model runs. `watches`: whether the traits of batches count."""
+        self._mode, self._gradients, self._weights = mode, gradients, weights
+        self._agreement, self._around = agreement, around
+        self._watches = watches and mode == "sampled" and gradients is not None
+        self._num_steps = self._num_skipped = 0
+        self._next = 1 if gradients is not None else 0  # the next step that is due, of this engine's
+        self._known = 0  # traits of audited batches
+        self._unread: _Unread | None = None
+        self._said: set[str] = set()
+        self.results: list[AuditResult] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps may be audited, from the next one on."""
+        return self._next > 0 or self._watches
+
+    def ask(self, batch: GivenBatch, step: int, *, is_empty: bool, refusal: UserError | None = None) -> None:
+        """Raise a UserError, on every rank, if the plan would train something else than one device.
+        `is_empty`: nothing is under way, so that ranks can do something together. `refusal`: why this rank
+        refuses the step already, which says more than a comparison can."""
+        self._num_steps += 1
+        self._ask_late()
+        traits = sample_traits(batch.pair) if self._watches else None
+        is_due = 0 < self._next <= self._num_steps
+        if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
+            refused = next(filter(None, self._agreement.gather(str(refusal or ""))), "")
+            if refused:
+                raise UserError(refused)
+            self._compare(batch, step, traits)
+            if is_due:
+                self._set_next()
+
+    def _set_next(self) -> None:
+        """Powers of two, or the next step where nothing could be compared."""
+        is_open = not self.results[-1].is_final and self._num_skipped < _ASKED_AGAIN
+        if self._mode == "always" or is_open:
+            self._num_skipped += is_open
+            self._next = self._num_steps + 1
+        else:
+            self._next = 2 ** self._num_steps.bit_length() if self._mode == "sampled" else 0
+
+    def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor) -> bool:
+        """Whether any replica's batch has a trait that was not compared yet. On a device the next step tells:
+        to read there is to wait."""
+        flag = ((union(traits) & ~self._known) != 0).long().view(1)
+        self._unread = _Unread(batch, step, traits, HostCopy(self._agreement.largest(flag)))
+        if self._agreement.is_late:
+            return False
+        unread, self._unread = self._unread, None
+        return unread.is_new.wait()[0] > 0
+
+    def _ask_late(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.is_new.wait()[0] > 0:
+            self._compare(unread.batch, unread.step, unread.traits)
+
+    def _compare(self, batch: GivenBatch, step: int, traits: Tensor | None) -> None:
+        assert self._gradients is not None
+        known, source = self._known, 0
+        if traits is not None:
+            mine = int(union(traits))
+            rows = self._agreement.gather([mine & ~known, mine, self._gradients.replica])
+            source = next((replica for new, _, replica in rows if new), 0)
+            for _, traits_of_rank, _ in rows:
+                self._known |= traits_of_rank
+        with self._around():
+            if not self.results:
+                self.results = self._weights()
+            result = self._gradients(batch, step, traits=traits, known=known, source=source)
+        self._say(result)
+        self.results[1:] = [result]
+
+    def _say(self, result: AuditResult) -> None:
+        """Once, on rank 0: what could not be compared."""
+        if result.outcome == "skipped" and result.is_final and result.reason not in self._said:
+            self._said.add(result.reason)
+            if self._agreement.rank == 0:
+                warnings.warn(
+                    f"the audit of gradients was skipped: {result.reason}; nothing shows that this plan "
+                    "trains as one device does; try echelon verify on a smaller model of the same code",
+                    stacklevel=5,
+                )
+
+    def late_error(self) -> UserError | None:
+        """What was not yet known of the last batch; all ranks ask together. Waits for the device."""
+        try:
+            self._ask_late()
+        except UserError as error:
+            return error
+        return None
+
+
+def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> Audit:
+    """The audit of a plan; its model is split and wrapped by now."""
+    mesh, local, plan = parts.mesh, parts.local, parts.mesh.plan
+    # Asynchronous workers wait for nobody.
+    group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
+    agreement = RankAgreement(group, mesh.device)
+    if settings.form is None:
+        return Audit("off", None, list, agreement, nullcontext, watches=False)
+    settings.form.settle()
+    dtype = DTYPES[plan.precision]
+    reference = Reference(parts.model, settings.form, layers.whole_loss, parts.scopes, mesh.device, dtype)
+    trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
+    is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
+    return Audit(
+        settings.mode,
+        GradientAudit(parts, reference, agreement),
+        lambda: [check_finite_weights(local.owned_weights(), trained, agreement)],
+        agreement,
+        lambda: _unchanged_weights(local, plan, agreement),
+        watches=is_cut,
+    )
+
+
+@contextmanager
+def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement) -> Iterator[None]:
+    """Raise, on every rank, if an audit has changed weights: the first step would not find out any more.
+    Where a forward may change them, they are put back. With zero=3, whoever frees a weight looks."""
+    if may_change_weights(plan) and not frees_weights(plan):
+        with kept_weights(local.modules):
+            yield
+        return
+    # A rehearsal of units that are updated in the backward pass marks their weights as changed.
+    is_checked = not frees_weights(plan) and plan.update == "step"
+    changes = [WeightChanges(module, plan) for module in local.modules] if is_checked else []
+    before = [change.states() for change in changes]
+    yield
+
+    def check() -> None:
+        for change, states in zip(changes, before, strict=True):
+            change.check(states)
+
+    agreement.check(check)

@@ -1,0 +1,234 @@
+"""One device: rank 0 runs the plain model; all ranks give it weights, and take the gradients that it makes.
+
+Where whole weights and gradients do not fit there, weights come and go while it computes
+(engine/audit/weight_stream.py), and so does each gradient when it is complete. The other ranks serve it:
+
+    rank 0 asks       all ranks
+    a weight          put it together, on rank 0
+    a gradient        get it, and take what they compare of it
+    the end           go on together
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.alone import alone
+from echelon.engine.audit.agreement import RankAgreement
+from echelon.engine.audit.gradient_comparison import Take, share_gradients
+from echelon.engine.audit.reference import Reference, Result, Run
+from echelon.engine.audit.weight_stream import WeightStream
+from echelon.errors import UserError
+from echelon.nn.free_memory import reason_not_to_take
+from echelon.state.assembly import Assembly
+from echelon.state.ownership import VALUE, OwnedSlice
+
+_END = -1
+_ALONE = "rank 0 runs this by itself, and it needs weights of another engine"
+
+Values = Callable[[], list[OwnedSlice]]  # weights and buffers of a rank
+Work = Callable[[Mapping[str, Tensor], Take], Result]  # of rank 0, given what it lacks of the weights
+
+
+class CannotCompareError(Exception):
+    """Why nothing was compared, on every rank alike. `is_final`: another batch would change nothing."""
+
+    def __init__(self, reason: str, *, is_final: bool = True) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+
+
+class _LostRequestError(BaseException):
+    """A rank has failed in the middle of something that all do together: nobody knows where the others are.
+    No code of a model may catch it, and nobody is told; the cause ends this rank."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+class FailedRunError(Exception):
+    """What rank 0 raised in a run, told to every rank."""
+
+
+@final
+class OneDevice:
+    """All ranks call its methods together, inside `ready`. Workers of sync=async are each rank 0 of a group
+    of their own (None)."""
+
+    def __init__(self, reference: Reference, values: Values, agreement: RankAgreement) -> None:
+        self.reference, self.group = reference, agreement.group
+        self._values, self._agreement = values, agreement
+        self._likes = reference.form.gradients_like(reference.dtype)
+        self._missing: list[str] = []
+        self._whole: dict[str, Tensor] | None = {}  # None: weights come and go
+        self._rehearsed: tuple[Run, Result] | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, rank 0 has the weights and buffers that it lacks, or gets each when it reads it."""
+        form, device, dtype = self.reference.form, self.reference.device, self.reference.dtype
+        missing = form.missing(device) if self._agreement.rank == 0 else []
+        needed, streamed = form.num_bytes(missing, dtype), form.streamed_bytes(missing, dtype)
+        is_large = bool(reason_not_to_take(needed, "whole weights and gradients", device))
+        reason = reason_not_to_take(streamed, "weights and gradients of one layer", device)
+        self._missing, is_large, reason = self._agreement.gather([missing, is_large, reason])[0]
+        if is_large and reason:
+            raise CannotCompareError(reason)
+        likes, assemble = ({}, None) if is_large else self._sources()
+        self._whole = None if assemble is None else _present({name: assemble(name) for name in likes})
+        try:
+            yield
+        finally:
+            self._whole, self._rehearsed = {}, None
+
+    def for_judging(self) -> "OneDevice | None":
+        """Who tells why gradients differ: rank 0 by itself, where it has all weights; else all ranks."""
+        if self._whole is None:
+            return self
+        device = copy.copy(self)
+        device.group, device._agreement = None, RankAgreement(None, self.reference.device)
+        return device if self._agreement.rank == 0 else None
+
+    def rehearse(self, run: Run, part: Run | None) -> Result:
+        """A run whose gradients are asked for later; before it a part of it, forward alone. Raise, on every
+        rank, what the model raises: the plan would fail in the middle of it."""
+
+        def work(weights: Mapping[str, Tensor], _: Take) -> Result:
+            of_part = None if part is None else self.reference.run_forward(part, weights)
+            if self._whole is not None:
+                return self.reference.run(run, weights)
+            return of_part if of_part and of_part.counted else self.reference.run_forward(run, weights)
+
+        self._rehearsed = run, self._on_rank_0(work, lambda _name, _gradient: None)
+        return self._rehearsed[1]
+
+    def gradients(self, run: Run, take: Take, names: Sequence[str] | None = None) -> Result:
+        """On every rank, `take` is given each gradient of a run (or those of `names`): zeros where the model
+        makes none."""
+        likes = self._likes if names is None else {name: self._likes[name] for name in names}
+        if self._whole is not None:
+            if self._rehearsed is not None and run is self._rehearsed[0]:
+                result = self._rehearsed[1]
+            else:
+                result = self._on_rank_0(lambda weights, _: self.reference.run(run, weights), take)
+            share_gradients(result.gradients, likes, self.group, self.reference.device, take)
+            return result
+        absent = dict(likes)
+
+        def take_wanted(name: str, gradient: Tensor) -> None:
+            if name in likes:
+                absent.pop(name, None)
+                take(name, gradient)
+
+        result = self._on_rank_0(lambda weights, send: self.reference.run(run, weights, send), take_wanted)
+        for name, like in absent.items():
+            take(name, torch.zeros((), dtype=like.dtype, device=self.reference.device).expand(like.shape))
+        return result
+
+    def _on_rank_0(self, work: Work, take: Take) -> Result:
+        """Its result, on the other ranks without output and gradients. Raise what it raises on every one."""
+        result, failure, is_refusal = None, "", False
+        try:
+            if self._whole is None:
+                result = self._stream(work, take)
+            elif self._agreement.rank == 0:
+                with alone(_ALONE):
+                    result = work(self._whole, take)
+        except _LostRequestError as lost:
+            raise lost.cause from None
+        except UserError as refusal:
+            failure, is_refusal = str(refusal), True
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        numbers = [0.0, 0.0, False] if result is None else [result.total, result.counted, result.has_drawn]
+        numbers, failure, is_refusal = self._agreement.gather([numbers, failure, is_refusal])[0]
+        if failure:
+            raise UserError(failure) if is_refusal else FailedRunError(failure)
+        total, counted, has_drawn = numbers
+        return result or Result(None, total, counted, {}, has_drawn)
+
+    # Weights.
+
+    def _sources(self) -> tuple[dict[str, Tensor], Callable[[str], Tensor | None]]:
+        """What is missing, as tensors of the meta device, and what puts one together on rank 0, called on all
+        ranks."""
+        wanted, group, device = set(self._missing), self.group, self.reference.device
+        if not wanted:
+            return {}, lambda _: None
+        owned = [each for each in self._values() if each.slice.part == VALUE and each.slice.name in wanted]
+        if group is None:
+            tensors = {each.slice.name: each.tensor.detach() for each in owned}
+            return {name: t.to("meta") for name, t in tensors.items()}, lambda name: tensors[name].to(device)
+        assembly = Assembly(owned, group, device)
+        likes = {key[0]: assembly.like(key) for key in sorted(assembly)}
+        return likes, lambda name: assembly.tensor((name, VALUE), to=0)
+
+    def _stream(self, work: Work, take: Take) -> Result | None:
+        """On rank 0 `work`, during which the other ranks serve it."""
+        device = self.reference.device
+        likes, assemble = self._sources()
+        weights = {name: like for name, like in likes.items() if name in self.reference.form.order}
+        with _together():
+            buffers = _present({name: assemble(name) for name in likes if name not in weights})
+        subjects = [*weights, *self._likes]  # what can be asked for, by number
+
+        def answer(number: int, gradients: Mapping[str, Tensor]) -> Tensor | None:
+            name = subjects[number]
+            with _together():
+                if number < len(weights):
+                    return assemble(name)
+                share_gradients(gradients, {name: self._likes[name]}, self.group, device, take)
+            return None
+
+        if self._agreement.rank != 0:
+            while (number := self._ask(_END)) != _END:
+                answer(number, {})
+            return None
+
+        def fetch(name: str) -> Tensor:
+            with alone(""):  # this is for all ranks
+                tensor = answer(self._ask(subjects.index(name)), {})
+            assert tensor is not None
+            return tensor
+
+        def send(name: str, gradient: Tensor) -> None:
+            with alone(""), torch.no_grad():
+                answer(self._ask(len(weights) + list(self._likes).index(name)), {name: gradient})
+
+        try:
+            stream = WeightStream(weights, fetch, device)
+            with alone(_ALONE), stream.reading():
+                result = work({**stream.tensors, **buffers}, send)
+        except _LostRequestError:
+            raise
+        except BaseException:
+            self._ask(_END)
+            raise
+        self._ask(_END)
+        return result
+
+    def _ask(self, number: int) -> int:
+        """On rank 0: tell all what comes next. On the others: wait for it."""
+        if self.group is None:
+            return number
+        request = torch.tensor([number], device=self.reference.device)
+        self.group.broadcast(request)
+        return int(request)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Around what all ranks do at once."""
+    try:
+        yield
+    except Exception as error:
+        raise _LostRequestError(error) from error
+
+
+def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

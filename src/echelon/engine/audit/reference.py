@@ -1,0 +1,225 @@
+"""One device: the plain model, the plain loss and autograd, on whole weights, for the samples of an audit."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_map
+
+from echelon.engine.audit.gradient_comparison import Take
+from echelon.engine.audit.plain_form import PlainForm, late_hooks
+from echelon.engine.step.attribute_snapshot import AttributeSnapshot
+from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.upload import to_device
+from echelon.nn.autograd.generators import GeneratorStates
+from echelon.nn.batch import Loss, cast, num_samples, total_and_count
+from echelon.nn.inputs import call
+
+Parameters = Mapping[str, nn.Parameter]
+_REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
+
+
+class Run(NamedTuple):
+    """What one device computes. `place`: of the first sample among all that are compared. `rounding`: every
+    output of a module is changed by about so much of itself, as rounding might; each `draw` in another way.
+    `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward, so
+    that generators have moved on. `is_total`: gradients are those of the total, not of the mean."""
+
+    batch: Any
+    step: int
+    place: int = 0
+    rounding: float = 0.0
+    draw: int = 0
+    training: bool = True
+    scale: float = 1.0
+    is_second: bool = False
+    is_total: bool = False
+
+
+class Result(NamedTuple):
+    """Of a run: what the model returned, its loss as a total of what it counts, and gradients, unless
+    somebody took them one by one."""
+
+    output: Any
+    total: float
+    counted: float
+    gradients: dict[str, Tensor]
+    has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
+
+
+@final
+class Reference:
+    """Runs the plain form of a model on this rank, and leaves no trace in it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        form: PlainForm,
+        loss: Loss,
+        scopes: Scopes,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self.form, self._loss, self._scopes = model, form, loss, scopes
+        self.device, self.dtype = device, dtype
+        self._is_fresh = False
+
+    def run(self, run: Run, whole: Mapping[str, Tensor], take: Take | None = None) -> Result:
+        """`whole`: what of the weights is not here. `take` is given each gradient when it is complete, which
+        is then let go."""
+        with (
+            self._without_trace(),
+            disturbed_outputs(run.rounding, run.draw) if run.rounding else nullcontext(),
+        ):
+            if run.is_second:
+                self._run(run, whole)
+            differentiate = partial(self._run, run, whole, partial(_gradients, take, run.scale))
+            if self._is_fresh or any(map(late_hooks, self._model.parameters())):
+                return differentiate(fresh=True)
+            try:
+                return differentiate(fresh=False)
+            except RuntimeError as error:
+                if _REENTRANT not in str(error):
+                    raise
+                self._is_fresh = True
+                return differentiate(fresh=True)
+
+    def run_forward(self, run: Run, whole: Mapping[str, Tensor]) -> Result:
+        """Without gradients. Raises what the model or the loss raises for these samples."""
+        with self._without_trace():
+            return self._run(run, whole)
+
+    def _run(
+        self,
+        run: Run,
+        whole: Mapping[str, Tensor],
+        differentiate: Callable[..., dict[str, Tensor]] | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Result:
+        before = GeneratorStates(self.device, self._model.modules())
+        with self.form.installed(whole, self.device, fresh=fresh) as parameters, self._kept_attributes():
+            if not run.training:
+                self._model.eval()
+            output, total, count = self._mean(run)
+            loss = total * run.scale / (1 if run.is_total else count)
+            gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
+        return Result(tree_map(_detached, output), float(total), float(count), gradients, before.moved())
+
+    def _mean(self, run: Run) -> tuple[Any, Tensor, Tensor | int]:
+        """What the model returns, and its loss as (total, count)."""
+        samples = num_samples(run.batch)
+        inputs, targets = tree_map(_copied, to_device(run.batch, self.device))
+        with counting(samples, partial(self._scopes.of_plain, self._model, run.step, run.place, samples)):
+            output = call(self._model, cast(inputs, self.dtype))
+            total, count = total_and_count(self._loss(output, targets), samples)
+        return output, total, count
+
+    @contextmanager
+    def _kept_attributes(self) -> Iterator[None]:
+        """What the forward changes in place inside of attributes is put back."""
+        attributes = AttributeSnapshot(list(self._model.modules()))
+        try:
+            yield
+        finally:
+            attributes.restore()
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        generators = GeneratorStates(self.device, self._model.modules())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            generators.restore()
+
+
+def _gradients(
+    take: Take | None, scale: float, loss: Tensor, parameters: Parameters, *, fresh: bool
+) -> dict[str, Tensor]:
+    """`fresh`: parameters are nobody else's, and may have gradients."""
+    with nullcontext() if take is None else _taken(parameters, take, scale, fresh=fresh):
+        found: Sequence[Tensor | None]
+        if fresh:
+            loss.backward()
+            found = [parameter.grad for parameter in parameters.values()]
+        else:
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    if take is not None:
+        return {}
+    pairs = zip(parameters, found, strict=True)
+    return {name: _plain(gradient, scale) for name, gradient in pairs if gradient is not None}
+
+
+@contextmanager
+def _taken(parameters: Parameters, take: Take, scale: float, *, fresh: bool) -> Iterator[None]:
+    """Around a backward pass. Hooks are called in turn: these after the user's."""
+    names: set[str] = set()
+
+    def before(name: str, gradient: Tensor) -> Tensor:
+        if name in names:  # nobody holds the first part any more
+            raise RuntimeError(
+                f"the gradient of {name} comes in several parts: several reentrant checkpoints share it"
+            )
+        names.add(name)
+        take(name, _plain(gradient, scale))
+        is_dense = gradient.layout == torch.strided
+        return gradient.new_zeros(()).expand(gradient.shape) if is_dense else torch.zeros_like(gradient)
+
+    def after(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        before(name, parameter.grad)
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(after, name))
+        if fresh
+        else parameter.register_hook(partial(before, name))
+        for name, parameter in parameters.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def disturbed_outputs(size: float, draw: int) -> Iterator[None]:
+    """Every output of a module is changed by about `size` of itself, as rounding might."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def disturb(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if leaf.requires_grad and leaf.is_leaf:  # an input of a loss's autograd.grad
+            return leaf
+        generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(draw))
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        noise = torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=wide)
+        return (leaf * (1 + size * (2 * noise - 1))).to(leaf.dtype)
+
+    handle = register_module_forward_hook(lambda _module, _args, output: tree_map(disturb, output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _plain(gradient: Tensor, scale: float) -> Tensor:
+    dense = (gradient.to_dense() if gradient.layout != torch.strided else gradient).detach()
+    return dense if scale == 1 else dense.to(torch.promote_types(dense.dtype, torch.float32)) / scale

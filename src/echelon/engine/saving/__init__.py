@@ -1,0 +1,1 @@
+"""Checkpoints of an engine: saving, loading into another plan, exporting."""

@@ -1,0 +1,1 @@
+"""One training step: batches, microbatches, the program, losses, numbers."""

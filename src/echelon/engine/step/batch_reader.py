@@ -1,0 +1,204 @@
+"""Batches as people hand them in, read as (inputs, targets).
+
+    {"input_ids": i, "attention_mask": m, "labels": t}   model(input_ids=i, attention_mask=m), targets t
+    (x, targets)                                         model(x)
+    (a, b, targets), ((a, b), targets)                   model(a, b), where the forward takes several
+    (Inputs(a, mask=m), targets)                         model(a, mask=m)
+
+The signature of the model's forward decides how a tuple or a dict becomes arguments. Where both readings are
+possible, the batch is refused, and `Inputs` says which is meant.
+"""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from echelon.engine.step.batch_checks import check_batch
+from echelon.errors import UserError, raise_errors
+from echelon.nn.batch import Batch, Loss
+from echelon.nn.call_signature import CallSignature
+from echelon.nn.huggingface import find_family, layer_inputs, shift
+from echelon.nn.inputs import Inputs
+from echelon.nn.layering import listed_layers
+from echelon.parallel.own_loss import OwnLoss, takes_next_labels
+from echelon.plan import AUTO, Plan
+
+_LABELS = "labels"
+_GATE_LOSS = "output_router_logits"  # whether a model of transformers adds the losses of its gates
+
+
+@final
+class BatchReader:
+    """Reads the batches of one model; `by_layers`: its layers run, and not its own forward."""
+
+    def __init__(self, model: nn.Module, plan: Plan, loss: Loss, *, by_layers: bool) -> None:
+        self._signature, self._plan = CallSignature.of(model), plan
+        self._is_own_loss, self._shifts = isinstance(loss, OwnLoss), takes_next_labels(loss)
+        self._is_family = by_layers and find_family(model) is not None
+        self._first = CallSignature.of(listed_layers(model)[0]) if by_layers else None
+        config = getattr(model, "config", None)
+        self._adds_no_gate_loss = getattr(config, _GATE_LOSS, None) is False
+        self._checked: set[object] = set()  # the forms of calls that are known to be right
+        if self._is_own_loss and self._is_family:
+            raise UserError(
+                f"loss=None with plan '{plan}': {type(model).__name__} runs layer by layer, and its own loss "
+                "is computed by its forward; give parallelize a loss, or use data, with tensor or not, and "
+                "zero=0"
+            )
+
+    def read(self, batch: Any) -> Batch:
+        """(inputs, targets): inputs are one value, or `Inputs`."""
+        inputs, targets = self._divide(to_plain(batch))
+        if not isinstance(inputs, Inputs):
+            return inputs, targets
+        self._check(self._signature, inputs)
+        return (inputs if self._first is None else self._for_layers(inputs, targets)), targets
+
+    def _divide(self, batch: Any) -> Batch:
+        if isinstance(batch, dict):
+            return self._take_labels(_named(batch), None)
+        if isinstance(batch, Inputs):
+            return self._take_labels(batch, None)
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise UserError(
+                f"the batch is a {type(batch).__name__}{size}: must be (inputs, targets), with targets=None "
+                "if there are none, or (a, b, targets) for several inputs, or a dict of the arguments of the "
+                "model's forward"
+            )
+        *values, targets = batch
+        inputs = self._unpack(values[0]) if len(values) == 1 else self._unpack_flat(tuple(values))
+        return self._take_labels(inputs, targets)
+
+    # Arguments.
+
+    def _unpack(self, value: Any) -> Any:
+        """The inputs of a pair as arguments, or as they are: one argument."""
+        if isinstance(value, dict):
+            return self._unpack_dict(value)
+        if not isinstance(value, tuple | list) or self._signature.takes_one:
+            return value
+        if self._signature.needs_several or self._signature.any_positional:
+            return Inputs(*value)
+        raise UserError(
+            f"the inputs are a {type(value).__name__} of {len(value)}, and {self._signature.describe()} can "
+            "take them as one argument or as several; write echelon.Inputs((a, b)) for one, "
+            "echelon.Inputs(a, b) for several"
+        )
+
+    def _unpack_flat(self, values: tuple[Any, ...]) -> Any:
+        return values if self._signature.takes_one else Inputs(*values)
+
+    def _unpack_dict(self, value: dict[Any, Any]) -> Any:
+        """By name, if the forward has these names; else one argument."""
+        signature = self._signature
+        unnamed = [name for name in value if name not in signature.named]
+        by_kwargs = signature.any_named and (len(unnamed) < len(value) or not signature.positional)
+        if not value or (len(unnamed) == len(value) and not by_kwargs):
+            return value
+        if (unnamed and not by_kwargs) or (signature.takes_one and list(value) == [*signature.positional]):
+            raise UserError(
+                f"the inputs are a dict of {', '.join(map(str, value))}, and {signature.describe()} can take "
+                "it as one argument or by names; write echelon.Inputs({…}) for one, echelon.Inputs(name=…) "
+                "for names"
+            )
+        return _named(value)
+
+    def _check(self, signature: CallSignature, inputs: Inputs) -> None:
+        form = (signature, len(inputs.args), *inputs.kwargs)
+        if form not in self._checked:
+            raise_errors("the inputs of the batch", signature.errors(inputs.args, inputs.kwargs))
+            self._checked.add(form)
+        if self._adds_no_gate_loss and inputs.kwargs.get(_GATE_LOSS):
+            raise UserError(
+                f"the batch has {_GATE_LOSS}=True and model.config has {_GATE_LOSS}=False: which loss a plan "
+                f"computes is chosen before the first step; set model.config.{_GATE_LOSS}=True before "
+                "parallelize, and leave it out of the batch"
+            )
+
+    # Labels.
+
+    def _take_labels(self, inputs: Any, targets: Any) -> Batch:
+        """Labels among the arguments are the targets; the model needs them for a loss of its own."""
+        if targets is None and isinstance(inputs, Inputs):
+            targets = inputs.kwargs.get(_LABELS)
+            keeps = self._is_own_loss or _LABELS in self._signature.required
+            inputs = inputs if keeps else _without_labels(inputs)
+        elif self._is_own_loss and targets is not None:
+            inputs = self._with_labels(inputs, targets)
+        return inputs, self._shifted(targets) if self._shifts else targets
+
+    def _with_labels(self, inputs: Any, labels: Any) -> Inputs:
+        """Arguments and the targets beside them, for a model that computes its own loss."""
+        arguments = inputs if isinstance(inputs, Inputs) else Inputs(inputs)
+        if _LABELS in self._signature.named:
+            return Inputs(*arguments.args, **{**arguments.kwargs, _LABELS: labels})
+        return Inputs(*arguments.args, labels, **arguments.kwargs)
+
+    def _shifted(self, labels: Any) -> Any:
+        if isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
+            return shift(labels)
+        if self._is_own_loss:
+            return labels
+        form = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise UserError(
+            f"loss=None: {self._signature.owner} computes its loss of labels, and those of the batch are "
+            f"{form}: must be token ids, [samples, positions]; add 'labels' to the batch, mostly a copy of "
+            "input_ids, or give parallelize a loss"
+        )
+
+    # Layers.
+
+    def _for_layers(self, inputs: Inputs, targets: Any) -> Any:
+        """What the first layer takes."""
+        if self._is_family:
+            by_position = dict(zip(self._signature.positional, inputs.args, strict=False))
+            return layer_inputs({**by_position, **inputs.kwargs}, targets, context=self._plan.context)
+        assert self._first is not None
+        if self._first.takes_one and len(inputs.args) > 1 and not inputs.kwargs:
+            return inputs.for_layers({}, as_one=True)
+        errors = self._first.errors(inputs.args, inputs.kwargs)
+        if errors:
+            raise UserError(
+                f"plan '{self._plan}' runs layer by layer, and the first layer is called with the inputs of "
+                f"the batch, which are those of {self._signature.describe()}:",
+                errors,
+            )
+        return inputs
+
+
+def read_sample(model: nn.Module, plan: Plan, loss: Loss, sample_batch: Any) -> Batch | None:
+    """The batch on which pipeline=auto measures layers, if there is one."""
+    if sample_batch is None:
+        return None
+    by_layers = plan.pipeline == AUTO and bool(listed_layers(model))
+    try:
+        batch = BatchReader(model, plan, loss, by_layers=by_layers).read(sample_batch)
+        check_batch(batch)
+    except UserError as refusal:
+        raise UserError(f"sample_batch: {refusal.title}", refusal.errors) from None
+    return batch
+
+
+def to_plain(structure: Any) -> Any:
+    """The same structure with dicts for other mappings, like those of tokenizers, which torch cannot cut."""
+    if isinstance(structure, Mapping):
+        items = {name: to_plain(value) for name, value in structure.items()}
+        return structure if isinstance(structure, dict) and type(structure) is not dict else items
+    if type(structure) in (tuple, list):
+        return type(structure)(map(to_plain, structure))
+    return structure
+
+
+def _named(values: Mapping[Any, Any]) -> Inputs:
+    wrong = [name for name in values if not isinstance(name, str)]
+    if wrong:
+        raise UserError(
+            f"the batch is a dict with {wrong[0]!r}: its names must be text, those of the forward's arguments"
+        )
+    return Inputs(**values)
+
+
+def _without_labels(inputs: Inputs) -> Inputs:
+    return Inputs(*inputs.args, **{name: value for name, value in inputs.kwargs.items() if name != _LABELS})

@@ -1,0 +1,140 @@
+"""What a step and an evaluation tell: numbers that are the same on every rank."""
+
+import time
+from typing import Any, NamedTuple, final
+
+import torch
+
+from echelon.update.numbers import StepNumbers
+
+
+@final
+class StepTimer:
+    """How long a step takes: on the host, or on a CUDA device from its first kernel to its last."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts."""
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+        else:
+            self._seconds = time.perf_counter() - self._start
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `seconds` returns without waiting for the device. Only after `stop`."""
+        return not self._events or self._events[1].query()
+
+    def seconds(self) -> float:
+        """Waits for the device, where the step was on one."""
+        if self._seconds is None:
+            start, end = self._events
+            end.synchronize()
+            self._seconds = start.elapsed_time(end) / 1000
+            self._events = []
+        return self._seconds
+
+
+@final
+class Metrics:
+    """One training step, over the global batch.
+
+    `loss` is the mean over everything the loss counted, with the `auxiliary_loss` of all gates, which are
+    functions of the global batch too; `grad_norm` the norm of its gradient before
+    clipping, `tokens` that count, `seconds` this rank's time. `skipped`: gradients were not finite under
+    precision=fp16, or these or the loss with nonfinite="skip", so that the step left weights and optimizer
+    state as they are, on all ranks; `grad_norm` is infinite then, or the loss is not finite. `loss_scale` is
+    what fp16 multiplied the loss by; elsewhere 1.
+
+    On a CUDA device `engine.step` returns before the step is done. The first look at any number waits for it;
+    to keep the device busy, look at a step when the next one has begun, or once in many steps. A look at a
+    step that was refused raises its error. `repr` does neither: it shows what is known.
+    """
+
+    __slots__ = ("_numbers", "_seconds")
+
+    def __init__(self, numbers: StepNumbers, seconds: StepTimer | float) -> None:
+        self._numbers, self._seconds = numbers, seconds
+
+    @property
+    def loss(self) -> float:
+        outcome = self._numbers.read()
+        return outcome.total / outcome.counted + outcome.auxiliary
+
+    @property
+    def auxiliary_loss(self) -> float:
+        """What the gates of a mixture of experts have added to `loss`; 0 without any."""
+        return self._numbers.read().auxiliary
+
+    @property
+    def grad_norm(self) -> float:
+        return self._numbers.read().norm
+
+    @property
+    def tokens(self) -> int:
+        return round(self._numbers.read().counted)
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds.seconds() if isinstance(self._seconds, StepTimer) else self._seconds
+
+    @property
+    def skipped(self) -> bool:
+        return self._numbers.read().num_skipped > 0
+
+    @property
+    def loss_scale(self) -> float:
+        return self._numbers.read().loss_scale
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the step is done, so that a look does not wait for the device."""
+        timed = not isinstance(self._seconds, StepTimer) or self._seconds.is_ready
+        return timed and self._numbers.is_ready
+
+    def as_named_tuple(self) -> "MetricValues":
+        """The numbers themselves; waits for the device."""
+        return MetricValues(self.loss, self.grad_norm, self.tokens, self.seconds, self.skipped)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Metrics) and self.as_named_tuple() == other.as_named_tuple()
+
+    def __hash__(self) -> int:
+        return hash(self.as_named_tuple())
+
+    def __repr__(self) -> str:
+        if not self.is_ready:
+            return "Metrics(not read yet)"
+        error = self._numbers.error()
+        if error is not None:
+            return f"Metrics(refused: {error})"
+        return repr(self.as_named_tuple()).replace("MetricValues", "Metrics", 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Metrics, (self._numbers, self.seconds)
+
+
+class MetricValues(NamedTuple):
+    """The numbers of `Metrics`, read."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    skipped: bool
+
+
+class Evaluation(NamedTuple):
+    """The mean loss over a global batch, how many tokens (or samples) it was taken over, and the mean of what
+    else was measured, or means by name."""
+
+    loss: float
+    tokens: int
+    measured: float | dict[str, float] | None = None

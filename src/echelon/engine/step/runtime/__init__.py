@@ -1,0 +1,23 @@
+"""The runtime: stages, the interpreter that runs a program over them, and the update at the end of a step.
+
+It runs every plan; a model in one stage is the smallest pipeline.
+"""
+
+from echelon.engine.step.runtime.interpreter import Interpreter, StageRuntime
+from echelon.engine.step.runtime.microbatch import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.script import Script, Slot
+from echelon.engine.step.runtime.structure import Spec
+from echelon.engine.step.runtime.versions import Versions
+from echelon.engine.step.runtime.wire import Wire
+
+__all__ = [
+    "Interpreter",
+    "Microbatch",
+    "MicrobatchLoss",
+    "Script",
+    "Slot",
+    "Spec",
+    "StageRuntime",
+    "Versions",
+    "Wire",
+]

@@ -1,0 +1,78 @@
+"""A microbatch in flight through a stage: what its backward pass needs, and nothing else.
+
+Of the outputs only the way back is kept: their values are freed when they are sent, or used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from echelon.engine.step.runtime.message import Gradients
+from echelon.engine.step.runtime.split_backward import SplitBackward
+from echelon.engine.step.runtime.structure import Leaf, Spec
+
+
+class Value(NamedTuple):
+    """What passes from a stage to the next: a structure's description and its tensors, without a history."""
+
+    spec: Spec
+    tensors: list[Tensor]
+
+    def as_leaves(self) -> list[Tensor]:
+        """The tensors, ready to collect the gradients that they want."""
+        return [
+            tensor.detach().requires_grad_(leaf.wants_gradient and torch.is_grad_enabled())
+            for tensor, leaf in zip(self.tensors, self.spec.leaves, strict=True)
+        ]
+
+
+@dataclass
+class Flight:
+    """One microbatch between the forward and the backward of one stage.
+
+    `inputs` are the leaves that want a gradient and `outputs` the ways back from what wants one; the leaves
+    beside them are their forms.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    input_leaves: list[Leaf] = field(default_factory=list)
+    outputs: list[GradientEdge] = field(default_factory=list)
+    output_leaves: list[Leaf] = field(default_factory=list)
+    is_hooked: bool = False  # whether tensors of the forward have hooks
+    split: SplitBackward | None = None
+
+    def leave(self, output: Any) -> Value:
+        """The forward is over: keep the way back, and return what the next stage gets."""
+        spec, tensors = Spec.of(output)
+        wants = [leaf.wants_gradient for leaf in spec.leaves]
+        self.outputs = [
+            get_gradient_edge(tensor) for tensor, wanting in zip(tensors, wants, strict=True) if wanting
+        ]
+        self.output_leaves = wanted(spec.leaves)
+        return Value(spec, [tensor.detach() for tensor in tensors])
+
+    def leave_with_loss(self, loss: Tensor) -> None:
+        """The forward of the last stage is over."""
+        if loss.requires_grad:
+            self.outputs = [get_gradient_edge(loss)]
+
+    def known(self, gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
+        """The outputs whose gradient is there, and these gradients."""
+        pairs = [(edge, g) for edge, g in zip(self.outputs, gradients.tensors, strict=True) if g is not None]
+        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """What the backward pass has left at the inputs."""
+        gradients = [tensor.grad for tensor in self.inputs]
+        for tensor in self.inputs:
+            tensor.grad = None
+        return gradients
+
+
+def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Those that want a gradient."""
+    return [leaf for leaf in leaves if leaf.wants_gradient]

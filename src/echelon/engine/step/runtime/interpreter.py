@@ -1,0 +1,317 @@
+"""The interpreter: runs any program, instruction by instruction. No schedule has a loop of its own."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.engine.step.runtime.flight import Flight, Value, wanted
+from echelon.engine.step.runtime.mailbox import Mailbox
+from echelon.engine.step.runtime.message import TALLY, Gradients
+from echelon.engine.step.runtime.microbatch import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
+from echelon.engine.step.runtime.second_order import explain_second_order
+from echelon.engine.step.runtime.span_timer import SpanTimer, clock_of
+from echelon.engine.step.runtime.split_backward import SplitBackward
+from echelon.engine.step.runtime.structure import Leaf
+from echelon.engine.step.runtime.tensor_hooks import watch_hooks
+from echelon.engine.step.runtime.versions import Versions
+from echelon.engine.step.runtime.wire import Wire
+from echelon.launching import at_instruction
+from echelon.nn.autograd.graph_entry import enter
+from echelon.parallel.stage import Stage
+from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
+
+# After these the form of another message may be known, or the one before it taken.
+_LETS_POST = {Op.FORWARD} | RECEIVES
+
+
+class StageRuntime(Protocol):
+    """What instructions mean beyond a single stage: the loss, what is around a forward, and the update."""
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether losses are this rank's to count: others may have computed the same."""
+
+    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss: ...
+    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]: ...
+    def store(self, slot: Slot) -> None: ...
+    def fetch(self, slot: Slot) -> None: ...
+    def set_aside(self, slot: Slot) -> None: ...
+    def start_backwards(self, tally: Tensor) -> None: ...
+    def reduce(self, stage: Stage) -> None: ...
+    def tie(self) -> None: ...
+    def norm(self, tally: Tensor) -> None: ...
+    def update(self) -> None: ...
+    def publish(self) -> None: ...
+
+
+class Interpreter:
+    """Executes the instructions of one rank of a pipeline."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        runtime: StageRuntime,
+        wire: Wire,
+        device: torch.device,
+        versions: Versions | None,
+    ) -> None:
+        self._stages, self._runtime = stages, runtime
+        self._device, self._versions = device, versions
+        self._inputs: dict[Slot, Value] = {}
+        self._outputs: dict[Slot, Value] = {}
+        self._flights: dict[Slot, Flight] = {}
+        self._gradients: dict[Slot, Gradients] = {}  # of a stage's outputs
+        self._returning: dict[Slot, tuple[list[Leaf], Gradients]] = {}  # of its inputs, and their form
+        self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
+        self._since_update = self._no_losses()
+        self._timer = SpanTimer(clock_of(device))
+        self._do: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.SEND_ACTIVATION: self._send_activation,
+            Op.RECV_ACTIVATION: self._recv_activation,
+            Op.SEND_GRADIENT: self._send_gradient,
+            Op.RECV_GRADIENT: self._recv_gradient,
+            Op.STORE: lambda instruction: self._runtime.store(slot_of(instruction)),
+            Op.FETCH: self._fetch,
+            Op.GATHER: self._gather,
+            Op.FREE: lambda instruction: self._stages[instruction.stage].free(),
+            Op.REDUCE: self._reduce,
+            Op.TIE: lambda _: self._runtime.tie(),
+            Op.NORM: lambda _: self._runtime.norm(self._since_update),
+            Op.STASH: self._stash,
+            Op.POP: self._pop,
+            Op.UPDATE: self._update,
+            Op.PUBLISH: lambda _: self._runtime.publish(),
+        }
+
+    def run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
+        """Execute; returns the tally of the microbatches whose loss was computed here: loss total, count, and
+        count times what the losses were divided by before the backward pass.
+
+        `feed` is what the program takes in, by microbatch.
+        """
+        self._script, self._feed = script, feed
+        self._splits = script.splits_backward
+        self._tally = self._no_losses()
+        if self._versions is None:  # all of a step's losses are one update's
+            self._since_update = self._tally
+        self._mailbox.start_step(script, feed)
+        self._timer.start_step(script.rank, script.instructions)
+        for self._at, instruction in enumerate(script.instructions):
+            at_instruction(script.labels[self._at])
+            if self._at == script.turn:
+                self._runtime.start_backwards(self._tally)
+            with explain_second_order():
+                self._do[instruction.op](instruction)
+            if instruction.op in _LETS_POST:
+                self._mailbox.post_ahead()
+            self._timer.finish_instruction()
+        at_instruction("")
+        self._mailbox.finish_step()
+        self._feed = {}
+        return self._tally
+
+    @property
+    def instruction(self) -> Instruction:
+        """The one that is executed now, or was last."""
+        return self._script.instructions[self._at]
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each instruction of the last run was executed; waits for a CUDA device."""
+        return self._timer.spans
+
+    def _no_losses(self) -> Tensor:
+        return torch.zeros(TALLY.shape, dtype=TALLY.dtype, device=self._device)
+
+    def forget_losses(self) -> None:
+        """No update is made of what has run since the last one."""
+        self._since_update = self._no_losses()
+
+    def forget(self) -> None:
+        """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
+        for kept in (self._inputs, self._outputs, self._flights, self._gradients, self._returning):
+            kept.clear()
+        self._mailbox.forget()
+
+    # Compute.
+
+    def _forward(self, instruction: Instruction) -> None:
+        microbatch = self._feed[microbatch_of(instruction)]
+        value, flight = self._enter(instruction, microbatch)
+        around = self._runtime.around(microbatch, slot_of(instruction), value)
+        with around, self._weights(instruction), self._watch_hooks(flight):
+            output = self._stages[instruction.stage].forward(value)
+            last = instruction.stage == self._script.program.stages - 1
+            result = self._runtime.loss(output, microbatch) if last else None
+        if result is not None:
+            flight.leave_with_loss(self._count(instruction, result))
+        else:
+            self._pass_on(instruction, flight.leave(output))
+        if torch.is_grad_enabled():
+            self._flights[slot_of(instruction)] = flight
+
+    def _enter(self, instruction: Instruction, microbatch: Microbatch) -> tuple[Any, Flight]:
+        """What a stage is called with, and its flight so far."""
+        if instruction.stage == 0:
+            return microbatch.inputs, Flight()
+        value = self._inputs.pop(slot_of(instruction))
+        leaves = value.as_leaves()
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        return value.spec.rebuild([enter(leaf) for leaf in leaves]), Flight(inputs, wanted(value.spec.leaves))
+
+    def _count(self, instruction: Instruction, loss: MicrobatchLoss) -> Tensor:
+        """Enter a microbatch's loss; returns what the backward pass starts from."""
+        total, count, normaliser = loss
+        count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
+        tally = None if self._versions is None else self._no_losses()
+        for counted in (self._tally, tally):
+            if counted is not None and self._runtime.counts_loss:
+                for place, number in enumerate((total.detach(), count, count * normaliser)):
+                    counted[place].add_(number)
+        if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
+            normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
+        mean = total / normaliser
+        if torch.is_grad_enabled():
+            ones = [torch.ones_like(mean)] if mean.requires_grad else []
+            self._gradients[slot_of(instruction)] = Gradients([*ones], tally)
+        return mean
+
+    def _pass_on(self, instruction: Instruction, value: Value) -> None:
+        if self._is_here(instruction.stage + 1, instruction):
+            # A copy, as if it were sent: the next stage may change it.
+            copies = [tensor.clone() for tensor in value.tensors]
+            self._inputs[instruction.stage + 1, microbatch_of(instruction)] = Value(value.spec, copies)
+        else:
+            self._outputs[slot_of(instruction)] = value
+
+    def _backward(self, instruction: Instruction) -> None:
+        slot = slot_of(instruction)
+        flight, gradients = self._flights.pop(slot), self._gradients.pop(slot)
+        # What is computed again in the backward pass needs the weights of the forward.
+        with self._accumulating(instruction), self._weights(instruction):
+            outputs, known = flight.known(gradients)
+            if outputs:
+                torch.autograd.backward(outputs, known)
+        self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
+        self._add_up(gradients.tally)
+
+    def _backward_input(self, instruction: Instruction) -> None:
+        flight, gradients = self._flights[slot_of(instruction)], self._gradients.pop(slot_of(instruction))
+        flight.split = SplitBackward(*flight.known(gradients), flight.inputs, is_hooked=flight.is_hooked)
+        self._stages[instruction.stage].start_early_backward()
+        self._pass_back(instruction, flight, Gradients(flight.split.for_inputs(), gradients.tally))
+        if flight.inputs:
+            self._runtime.set_aside(slot_of(instruction))
+        self._add_up(gradients.tally)
+
+    def _backward_weight(self, instruction: Instruction) -> None:
+        flight = self._flights.pop(slot_of(instruction))
+        assert flight.split is not None
+        with self._accumulating(instruction):
+            flight.split.for_weights()
+
+    @contextmanager
+    def _watch_hooks(self, flight: Flight) -> Iterator[None]:
+        """Around a forward pass whose backward pass is to be split: what has hooks is not."""
+        if not self._splits or not torch.is_grad_enabled():
+            yield
+            return
+        with watch_hooks() as watch:
+            yield
+        flight.is_hooked = watch.is_hooked
+
+    @contextmanager
+    def _accumulating(self, instruction: Instruction) -> Iterator[None]:
+        """Around a backward pass that adds to the gradients of weights."""
+        stage = self._stages[instruction.stage]
+        stage.start_backward(last=self._at in self._script.lasts and not self._rounds_to_make_up(stage))
+        yield
+        stage.finish_backward()
+
+    def _pass_back(self, instruction: Instruction, flight: Flight, gradients: Gradients) -> None:
+        if instruction.stage == 0:
+            return
+        if self._is_here(instruction.stage - 1, instruction):
+            self._gradients[instruction.stage - 1, microbatch_of(instruction)] = gradients
+        else:
+            self._returning[slot_of(instruction)] = (flight.input_leaves, gradients)
+
+    # Messages.
+
+    def _send_activation(self, instruction: Instruction) -> None:
+        self._mailbox.send_activation(instruction, self._outputs.pop(slot_of(instruction)))
+
+    def _recv_activation(self, instruction: Instruction) -> None:
+        self._inputs[slot_of(instruction)] = self._mailbox.receive_activation(instruction)
+
+    def _send_gradient(self, instruction: Instruction) -> None:
+        self._mailbox.send_gradients(instruction, *self._returning.pop(slot_of(instruction)))
+
+    def _recv_gradient(self, instruction: Instruction) -> None:
+        self._gradients[slot_of(instruction)] = self._mailbox.receive_gradients(instruction)
+
+    # Copies.
+
+    def _fetch(self, instruction: Instruction) -> None:
+        slot = slot_of(instruction)
+        following = self._script.instructions[self._at :]
+        use = next(later.op for later in following if later.op in COMPUTE and slot_of(later) == slot)
+        if use is not Op.BACKWARD_INPUT or self._flights[slot].inputs:  # else nothing is computed
+            self._runtime.fetch(slot)
+
+    # Weights.
+
+    def _weights(self, instruction: Instruction) -> AbstractContextManager[None]:
+        if self._versions is None or instruction.version is None:
+            return nullcontext()
+        return self._versions.using(instruction.version)
+
+    def _gather(self, instruction: Instruction) -> None:
+        following = next(later for later in self._script.instructions[self._at :] if later.op in COMPUTE)
+        self._stages[instruction.stage].gather(backward=following.op is not Op.FORWARD)
+
+    def _reduce(self, instruction: Instruction) -> None:
+        """Return when the stage's gradients are summed.
+
+        Where replicas talk in every backward pass, one that has had fewer of them makes up for it.
+        """
+        stage = self._stages[instruction.stage]
+        for left in reversed(range(self._rounds_to_make_up(stage))):
+            stage.make_up_round(last=left == 0)
+        self._runtime.reduce(stage)
+
+    def _rounds_to_make_up(self, stage: Stage) -> int:
+        return self._script.missing_rounds(stage.index) if stage.lockstep else 0
+
+    def _stash(self, instruction: Instruction) -> None:
+        assert self._versions is not None
+        assert instruction.version is not None
+        self._versions.stash(instruction.version)
+
+    def _pop(self, instruction: Instruction) -> None:
+        assert self._versions is not None
+        assert instruction.version is not None
+        self._versions.pop(instruction.version)
+
+    def _update(self, _: Instruction) -> None:
+        self._runtime.update()
+        if self._versions is not None:
+            self._versions.newest += 1
+            self._since_update.zero_()
+
+    def _add_up(self, tally: Tensor | None) -> None:
+        """What the next update is the mean of, where every update has losses of its own."""
+        if tally is not None:
+            self._since_update += tally
+
+    def _is_here(self, stage: int, instruction: Instruction) -> bool:
+        """Whether this rank also does `stage` for the microbatch of an instruction."""
+        return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank

@@ -1,0 +1,121 @@
+"""A message between stages: tensors in one piece of memory, and a head of plain bytes.
+
+    head      | code | a flag for each tensor |
+    memory    | tensor 0 | tensor 1 | …
+
+The code says whether the message has the form that its receiver expects, the flags which tensors are there.
+In host memory the head lies in front of the tensors. Before tensors of another device it travels by itself,
+from host to host: to read it out of device memory, the host would have to wait for the device.
+
+Bytes of the host are moved as bytes: between the large operations of a model every small one on tensors takes
+as long as all that is moved.
+"""
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.engine.step.runtime.structure import Leaf
+
+CODE_BYTES = 8
+
+
+class Gradients(NamedTuple):
+    """The gradient of each tensor that wants one, or None; and the microbatch's (loss total, count), where
+    updates have losses of their own."""
+
+    tensors: list[Tensor | None]
+    tally: Tensor | None = None
+
+
+TALLY = Leaf((3,), torch.float64, wants_gradient=False)
+
+
+class Layout(NamedTuple):
+    """Where a message's tensors lie in its memory, behind the head where that is `head_inside`."""
+
+    leaves: tuple[Leaf, ...]
+    head_inside: bool
+    size: int
+    places: list[slice]  # in bytes
+
+    def write(self, memory: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        for leaf, place, tensor in zip(self.leaves, self.places, tensors, strict=True):
+            if tensor is None:
+                continue
+            if memory.is_cpu and _is_plain(tensor, leaf):
+                ctypes.memmove(memory.data_ptr() + place.start, tensor.data_ptr(), leaf.num_bytes)
+            else:
+                _view(leaf, memory, place).copy_(tensor.detach())
+
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """Each tensor's place, in its shape and type."""
+        return [_view(leaf, memory, place) for leaf, place in zip(self.leaves, self.places, strict=True)]
+
+    @property
+    def head_size(self) -> int:
+        return CODE_BYTES + len(self.leaves)
+
+
+@lru_cache(maxsize=1024)
+def layout(leaves: tuple[Leaf, ...], *, head_inside: bool) -> Layout:
+    """The tensors one behind the other, aligned."""
+    end = -(-(CODE_BYTES + len(leaves)) // 16) * 16 if head_inside else 0
+    places = []
+    for leaf in leaves:
+        places.append(slice(end, end + leaf.num_bytes))
+        end += leaf.room
+    return Layout(leaves, head_inside, end, places)
+
+
+# Heads.
+
+
+def pack_code(code: int) -> bytes:
+    return code.to_bytes(CODE_BYTES, sys.byteorder)
+
+
+def pack_flags(tensors: Sequence[Tensor | None]) -> bytes:
+    return bytes(tensor is not None for tensor in tensors)
+
+
+def code_of(head: bytes) -> int:
+    """0, or the length of the description that follows."""
+    return int.from_bytes(head[:CODE_BYTES], sys.byteorder)
+
+
+def flags_of(head: bytes) -> bytes:
+    return head[CODE_BYTES:]
+
+
+# Bytes in host memory.
+
+
+def host_bytes(data: bytes) -> Tensor:
+    """A tensor that holds `data`."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def write_bytes(memory: Tensor, data: bytes) -> None:
+    """Put `data` at the beginning of host memory."""
+    ctypes.memmove(memory.data_ptr(), data, len(data))
+
+
+def read_bytes(memory: Tensor, length: int) -> bytes:
+    """The first bytes of host memory."""
+    return ctypes.string_at(memory.data_ptr(), length)
+
+
+def _is_plain(tensor: Tensor, leaf: Leaf) -> bool:
+    """Whether its values are its memory."""
+    dense = tensor.is_cpu and tensor.layout == torch.strided and tensor.dtype == leaf.dtype
+    return dense and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _view(leaf: Leaf, memory: Tensor, place: slice) -> Tensor:
+    return memory[place].view(leaf.dtype).view(leaf.shape)

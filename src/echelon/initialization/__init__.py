@@ -1,6 +1,0 @@
-"""Deferred start: a model is built without memory, and each rank fills only what it holds."""
-
-from echelon.initialization.initial_values import InitialValues, deferred, is_deferred, named_tensors
-from echelon.initialization.source import WeightSource
-
-__all__ = ["InitialValues", "WeightSource", "deferred", "is_deferred", "named_tensors"]

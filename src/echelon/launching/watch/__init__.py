@@ -1,0 +1,1 @@
+"""Signs of life of ranks, and what is done and said when one is lost."""

@@ -1,0 +1,133 @@
+"""How a rank failed, and which of several failures is the root cause.
+
+When one rank is lost, the others soon fail too, in their collectives, and their messages may arrive
+first. So failures are ordered by kind first, and then by time.
+"""
+
+import enum
+import errno
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback as tracebacks
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from echelon.errors import UserError
+from echelon.launching.errors import PeerLost
+from echelon.launching.messages.transport import pack, unpack
+
+# In a RuntimeError of gloo, or of the sockets below it, these words mean that the other side is gone.
+_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "gloo/transport",
+    "gloo connectfullmesh",
+)
+_NO_SPACE = os.strerror(errno.ENOSPC)
+
+
+class Kind(enum.IntEnum):
+    """The lower, the more likely it is the root cause."""
+
+    DIED = 0  # killed, or exited without an answer
+    ABORTED = 1  # by itself: torch ends a rank so whose NCCL has lost a peer
+    RAISED = 2
+    PEER_LOST = 3  # raised because another rank was gone
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure; `reason` follows 'rank 3 …'. `stamp` is monotonic time, one clock for all ranks."""
+
+    rank: int
+    kind: Kind
+    reason: str
+    traceback: str = ""
+    user_error: UserError | None = None
+    stamp: float = field(default_factory=time.monotonic)
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure to report: of the likeliest kind, the earliest."""
+    return min(failures, key=lambda failure: (failure.kind, failure.stamp))
+
+
+def from_exception(rank: int, error: BaseException) -> Failure:
+    """The failure of a rank whose function raised `error`; made in the rank, while it handles the error."""
+    text = "".join(tracebacks.format_exception(error))
+    if isinstance(error, SystemExit):
+        return Failure(rank, Kind.DIED, f"called sys.exit({error.code!r}) before it finished", text)
+    full = full_disk_error(error)
+    if full is not None:  # a restart would not help
+        return Failure(rank, Kind.RAISED, f"raised {full}", text, full)
+    kind = Kind.PEER_LOST if is_peer_error(error) else Kind.RAISED
+    headline = "".join(tracebacks.format_exception_only(error)).strip()
+    return Failure(rank, kind, f"raised {headline}", text, _portable_user_error(error))
+
+
+def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
+    """The failure of a rank whose process ended."""
+    reason = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+    reason += " while it started" if while_starting else " before it finished"
+    if -code == signal.SIGKILL:
+        reason += " (the system sends SIGKILL when memory runs out: see dmesg, or use less memory)"
+    if while_starting and code == 1:
+        reason += " (usually because it cannot import the main module; see its standard error)"
+    return Failure(rank, Kind.ABORTED if -code == signal.SIGABRT else Kind.DIED, reason)
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether `error`, or one of its causes, means that another rank was lost."""
+    return any(_means_peer_lost(each) for each in _chain(error))
+
+
+def full_disk_error(error: BaseException) -> UserError | None:
+    """That the disk of temporary files is full, where ranks meet; None for another error."""
+    if not any(_NO_SPACE in str(each) and "Store" in type(each).__name__ for each in _chain(error)):
+        return None
+    return UserError(
+        f"ranks meet in a file of {tempfile.gettempdir()}, whose disk is full ({_NO_SPACE}); free space "
+        "there, or set TMPDIR to a folder on another disk"
+    )
+
+
+def _portable_user_error(error: BaseException) -> UserError | None:
+    """`error` if it is a UserError that can be sent; a subclass may not survive pickling."""
+    if not isinstance(error, UserError):
+        return None
+    try:
+        return error if type(unpack(pack(error))) is type(error) else None
+    except Exception:
+        return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _means_peer_lost(error: BaseException) -> bool:
+    if isinstance(error, PeerLost):
+        return True
+    if "torch.distributed" in sys.modules:  # otherwise no error can come from it
+        import torch.distributed as dist
+
+        if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+            return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _PEER_WORDS)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

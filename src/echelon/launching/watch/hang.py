@@ -1,0 +1,106 @@
+"""Hangs: when silence is too long, which rank blocks the others, and what every rank was doing.
+
+`Watch` has the clock; the rest are pure functions of the pulses.
+"""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import PurePath
+
+from echelon.launching.watch.pulse import Board, Pulse
+
+
+class Watch:
+    """Detects that no rank has given a sign of life for `deadline` seconds (None: never)."""
+
+    def __init__(self, board: Board, deadline: float | None) -> None:
+        self._board = board
+        self._deadline = deadline
+        self._last_pulses = board.read()
+        self._last_sign = time.monotonic()
+
+    @property
+    def period(self) -> float | None:
+        """How long the parent may wait before it checks again."""
+        return None if self._deadline is None else min(self._deadline / 10, 1.0)
+
+    @property
+    def reason(self) -> str:
+        """What is wrong when the deadline has passed."""
+        return f"no rank gave a sign of life for {self._deadline:g} s"
+
+    def sign_of_life(self) -> None:
+        """Start to count again."""
+        self._last_sign = time.monotonic()
+
+    def deadline_passed(self) -> bool:
+        """Read the pulses, and say whether they have not changed for too long."""
+        if self._deadline is None:
+            return False
+        pulses = self._board.read()
+        if pulses != self._last_pulses:
+            self._last_pulses = pulses
+            self.sign_of_life()
+        return time.monotonic() - self._last_sign > self._deadline
+
+
+def rank_to_blame(
+    pulses: Sequence[Pulse], returned: Collection[int], states: Sequence[str]
+) -> tuple[int, str]:
+    """The rank that the others seem to wait for, and why ('rank 1 …'); `states` has what `describe` says.
+
+    First comes a rank that works while others wait, then one that has returned while others wait, then the
+    one that is furthest behind, then one in an operation that the fewest are in. If all are equal, it is the
+    lowest rank.
+    """
+
+    def priority(rank: int) -> tuple[int, int]:
+        pulse = pulses[rank]
+        return 1 if rank in returned else 2 if pulse.waits else 0, pulse.entered
+
+    rank = min(range(len(pulses)), key=priority)
+    if len(pulses) > 1 and len({priority(each) for each in range(len(pulses))}) == 1:
+        names = Counter(pulse.name for pulse in pulses)
+        if len(names) == 1 or not pulses[rank].waits:
+            return rank, "is only the first: all ranks are at the same point"
+        rank = min(range(len(pulses)), key=lambda each: names[pulses[each].name])
+        return rank, f"is in another operation than others: it {states[rank]}"
+    return rank, f"seems to block the others: it {states[rank]}"
+
+
+def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
+    """'is in step 7, at RG5 of stage 1, microbatch 5, waits in recv pipeline (operation 12)': follows
+    'rank 0 …' or 'it …'.
+
+    `frame` says where the rank's host is; a host that waits for its GPU is inside no operation.
+    """
+    if returned:
+        return f"has returned, after {_operations(pulse.left)}"
+    if pulse.waits:
+        return f"{place_of(pulse)}waits in {pulse.name} (operation {pulse.entered})"
+    where = f", {frame}" if frame else ""
+    return f"{place_of(pulse)}works outside any operation, after {_operations(pulse.left)}{where}"
+
+
+def place_of(pulse: Pulse) -> str:
+    """Where a rank is in its training: 'is in step 7, at F0 of stage 1, microbatch 0, '; '' if unknown."""
+    at = f"at {pulse.instruction}, " if pulse.instruction else ""
+    if pulse.is_stepping:
+        return f"is in step {pulse.step}, {at}"
+    done = f"has done step {pulse.step}, " if pulse.step else ""
+    return f"{done}is {at}" if at else done
+
+
+def main_frame(stacks: str) -> str:
+    """Where the main thread is ('in item (loop.py:88)'), from what faulthandler wrote; '' if unclear."""
+    threads = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)
+    if stacks.rstrip().endswith("..."):  # too many threads: the main thread, which comes last, is missing
+        return ""
+    frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', threads[-1])
+    return f"in {frame[3]} ({PurePath(frame[1]).name}:{frame[2]})" if frame else ""
+
+
+def _operations(count: int) -> str:
+    return "1 operation" if count == 1 else f"{count} operations"

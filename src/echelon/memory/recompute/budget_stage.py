@@ -1,0 +1,261 @@
+"""The layers of a stage under a budget: each forward pass in the segments that were chosen for its shapes.
+
+    new shapes        measured, in segments that take about as little memory as any: of single layers, or, if
+                      those would keep too many inputs, as long as they save at most half of the budget
+    after the step    the choice is made, of all stages of the rank together, and used from then on
+
+With n microbatches of L layers that each save s bytes and take an input of x, segments of k layers keep
+n·(L/k)·x + k·s: least, 2·√(n·L·s·x), where both are equal. So a budget for which there is a choice at all is
+also enough for the measurement, unless layers differ much from those before them.
+
+Ranks that communicate inside of layers run the same segments: `agree` returns the largest of their numbers.
+Ranks along `expert` do so too, and each has microbatches of its own: before each pass they agree on the
+shapes of the largest one, for which all of them choose.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.memory.recompute.budget_model import LayerCost, Segments, StageCosts
+from echelon.memory.recompute.layer_call import weight_storages
+from echelon.memory.recompute.measured_layers import LayerInput, LayerMeasurement, SavedBytes
+from echelon.memory.recompute.segment import RecomputedLayer, Run, SegmentSettings
+from echelon.nn.wrapping import Wrapping
+
+Agree = Callable[[Sequence[float]], list[float]]
+Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage is called with
+
+
+class BudgetSettings(NamedTuple):
+    """What a plan says about a budget. `agree_shapes`: as `agree`, of ranks that have microbatches of
+    their own; None where no such ranks communicate inside of layers. `longest`: how many layers a segment
+    may have."""
+
+    num_bytes: int
+    agree: Agree
+    agree_shapes: Agree | None
+    longest: int | None
+
+
+class StagePass(NamedTuple):
+    """What a measured forward pass has shown."""
+
+    shapes: Shapes
+    layers: list[LayerMeasurement]
+    loss: SavedBytes
+    outside: SavedBytes  # around the layers
+    segments: list[tuple[int, int]]
+
+
+@final
+class BudgetedStage:
+    """Calls the layers of one stage, alone or in runs."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        names: Sequence[str],
+        settings: SegmentSettings,
+        budget: BudgetSettings,
+        in_flight: tuple[int, int],
+    ) -> None:
+        """`in_flight`: microbatches before their backward pass, and between its halves."""
+        self._settings, self._budget, self._in_flight = settings, budget, in_flight
+        self.layers = [RecomputedLayer(layer, name, self) for layer, name in zip(layers, names, strict=True)]
+        self.choices: dict[Shapes, Segments] = {}
+        self.measured: dict[Shapes, StagePass] = {}  # in this step
+        self._agreed: Shapes | None = None  # of the largest microbatch of ranks that each have their own
+        self._in_step: Shapes | None = None  # the largest so far
+        self._segments: Segments = ()
+        self._pass: StagePass | None = None  # that is measured
+        self._outside = SavedBytes()  # of the forward pass that runs
+        self._seen: set[Shapes] = set()  # what the stage was called with in passes that were measured
+        self._open: weakref.ref[Run] | None = None  # what the next layer goes on with
+
+    def wrap(self, wrapping: Wrapping) -> None:
+        for layer in self.layers:
+            wrapping.wrap(layer)
+
+    def call(self, layer: RecomputedLayer, args: Any, kwargs: Any) -> Any:
+        place = self.layers.index(layer)
+        if place == 0:
+            self._start_pass(_shapes((args, kwargs)) if self._agreed is None else self._agreed)
+            self._outside.is_open &= self._pass is not None
+        with self._outside.paused():
+            if self._pass is not None:
+                return self._call_measured(self._pass, place, args, kwargs)
+            return self._call_chosen(layer, place, args, kwargs)
+
+    def _call_chosen(self, layer: RecomputedLayer, place: int, args: Any, kwargs: Any) -> Any:
+        segment = next((s for s in self._segments if s[0] <= place < s[1]), None)
+        if segment is None:
+            return layer.inner(*args, **kwargs)
+        return self._call_in(self._run(place, follows=place > segment[0]), layer, args, kwargs)
+
+    def _start_pass(self, shapes: Shapes) -> None:
+        """A forward pass begins. A microbatch that is no larger than another one of the step takes the same
+        segments: both may be in flight at once."""
+        if self._in_step is None or not _is_no_larger(shapes, self._in_step):
+            self._in_step = shapes
+        shapes, self._pass, self._open = self._in_step, None, None
+        if shapes in self.choices:
+            self._segments = self.choices[shapes]
+        elif shapes in self.measured:
+            self._segments = tuple(self.measured[shapes].segments)
+        else:
+            self._pass = StagePass(shapes, [], SavedBytes(), self._outside, [])
+
+    def _run(self, place: int, *, follows: bool) -> Run:
+        run = None if self._open is None else self._open()
+        goes_on = run is not None and follows and run.last is self.layers[place - 1]
+        return run if run is not None and goes_on else Run(self._settings)
+
+    def _call_in(self, run: Run, layer: RecomputedLayer, args: Any, kwargs: Any) -> Any:
+        self._open = None
+        output = run.call_first(layer, args, kwargs)
+        self._open = weakref.ref(run)
+        return output
+
+    # A pass that is measured.
+
+    def _call_measured(self, measured: StagePass, place: int, args: Any, kwargs: Any) -> Any:
+        layer = self.layers[place]
+        run = self._run(place, follows=self._goes_on(measured, place))
+        measurement = LayerMeasurement(
+            layer.name,
+            (args, kwargs),
+            self._settings.checkpoints,
+            layer.history.weight_storages() | measured.outside.storages.keys(),
+            self._settings.device,
+        )
+        is_new, run.watch = run.last is None, measurement.saving
+        with measurement.timed():
+            output = self._call_in(run, layer, args, kwargs)
+        run.watch = None
+        measurement.returned(output)
+        if place == len(measured.layers):  # and not out of turn
+            measured.layers.append(measurement)
+            begin = place if is_new else measured.segments.pop()[0]
+            measured.segments.append((begin, place + 1))
+        if len(measured.layers) == len(self.layers):
+            self.measured[measured.shapes] = measured
+        return output
+
+    def _goes_on(self, measured: StagePass, place: int) -> bool:
+        """Whether a layer belongs to the segment before it: segments of single layers would keep too many
+        inputs, and this one does not yet save half of the budget. Later layers are mostly as the last."""
+        if not measured.segments or measured.segments[-1][1] != place:
+            return False
+        begin, _ = measured.segments[-1]
+        if self._budget.longest is not None and place - begin >= self._budget.longest:
+            return False
+        saved = [layer.saved_bytes for layer in measured.layers]
+        inputs = [measured.layers[first].input_bytes for first, _ in measured.segments]
+        rest = (len(self.layers) - place) * measured.layers[-1].input_bytes
+        kept = sum(self._in_flight) * (sum(inputs) + rest)
+        single, longer = self._budget.agree([kept + max(saved), sum(saved[begin:]) + max(saved)])
+        return single > self._budget.num_bytes and longer <= self._budget.num_bytes / 2
+
+    @contextmanager
+    def during_forward(self, module: nn.Module, value: Any) -> Iterator[None]:
+        """Around the whole forward pass of the stage: code before, between and behind layers saves something
+        too. Whether the pass is measured is known when the first layer is called."""
+        shapes = _shapes(value)
+        if torch.is_grad_enabled() and self._budget.agree_shapes is not None:
+            shapes = self._agreed = _largest(shapes, self._budget.agree_shapes)
+        if shapes in self._seen or not torch.is_grad_enabled():
+            yield
+            return
+        self._outside = SavedBytes(weight_storages(module.modules()))
+        with self._outside.count():
+            yield
+        if self._pass is not None and self._pass.outside is self._outside:
+            self._seen.add(shapes)
+
+    @contextmanager
+    def during_loss(self) -> Iterator[None]:
+        """Around the loss, which saves something too."""
+        if self._pass is None:
+            yield
+            return
+        with self._pass.loss.count():
+            yield
+
+    # The choice.
+
+    def finish_step(self) -> None:
+        self._in_step, self._pass, self._open = None, None, None
+        self.measured.clear()
+
+    def costs(self, measured: StagePass) -> StageCosts:
+        """What ranks that run the same segments have measured, the largest of each."""
+        layers = measured.layers
+        previous = [None, *layers]
+        costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
+        costs = _smoothed(costs, [type(layer.module) for layer in self.layers])
+        elsewhere = [layer.elsewhere(before) for layer, before in zip(layers, previous, strict=False)]
+        outside = _outside_bytes(measured.outside, elsewhere)
+        *numbers, loss, outside_bytes = self._budget.agree(
+            [*(n for cost in costs for n in _numbers(cost)), measured.loss.total, outside]
+        )
+        agreed = [_cost(*numbers[begin : begin + 5]) for begin in range(0, len(numbers), 5)]
+        in_flight, waiting = self._in_flight
+        last = LayerCost(round(loss), 0, 0.0, can_recompute=False)
+        return StageCosts((*agreed, last), in_flight, waiting, round(outside_bytes))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": None, "_pass": None, "_outside": SavedBytes(), "measured": {}}
+
+
+def _outside_bytes(saved: SavedBytes, elsewhere: Sequence[Mapping[int, LayerInput]]) -> int:
+    """What code around the layers saves, and what it hands to them: the same memory counts once, and every
+    copy that a checkpoint takes."""
+    inputs = [item for each in elsewhere for item in each.items()]
+    alive = saved.storages | {key: each.kept_bytes for key, each in inputs if each.keeps_memory}
+    return sum(alive.values()) + sum(each.kept_bytes for _, each in inputs if not each.keeps_memory)
+
+
+def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCost]:
+    """Layers that are alike take the same time: the least of them, since first calls take longer."""
+    alike = [(kind, cost.saved, cost.input) for kind, cost in zip(kinds, costs, strict=True)]
+    least: dict[object, float] = {}
+    for key, cost in zip(alike, costs, strict=True):
+        least[key] = min(cost.seconds, least.get(key, cost.seconds))
+    return [cost._replace(seconds=least[key]) for key, cost in zip(alike, costs, strict=True)]
+
+
+def _numbers(cost: LayerCost) -> list[float]:
+    """Those that are the worse the larger they are."""
+    return [cost.saved, cost.input, cost.seconds, -cost.reused, -cost.shared]
+
+
+def _cost(saved: float, size: float, seconds: float, reused: float, shared: float) -> LayerCost:
+    return LayerCost(round(saved), round(size), seconds, round(-reused), round(-shared))
+
+
+def _shapes(arguments: Any) -> Shapes:
+    leaves = tree_leaves(arguments)
+    return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _largest(shapes: Shapes, agree: Agree) -> Shapes:
+    """Shapes with the largest of each size that ranks have."""
+    sizes = iter(agree([size for shape, _ in shapes for size in shape]))
+    return tuple((tuple(round(next(sizes)) for _ in shape), dtype) for shape, dtype in shapes)
+
+
+def _is_no_larger(shapes: Shapes, others: Shapes) -> bool:
+    if len(shapes) != len(others):
+        return False
+    return all(
+        dtype == other_dtype
+        and len(shape) == len(other)
+        and all(a <= b for a, b in zip(shape, other, strict=True))
+        for (shape, dtype), (other, other_dtype) in zip(shapes, others, strict=True)
+    )

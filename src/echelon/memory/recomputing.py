@@ -1,0 +1,80 @@
+"""recompute=full, sqrt, budget:BYTES: layers of a stage in segments, which run again in the backward pass."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from echelon.collectives.mesh import Mesh
+from echelon.errors import UserError
+from echelon.memory.budgeting import is_budget, make_budgeted, share_budget
+from echelon.memory.recompute import (
+    BudgetedStage,
+    Checkpoints,
+    ContiguousCheckpoints,
+    SecondRunCheck,
+    Segment,
+    SegmentSettings,
+    SplitCheckpoints,
+    WholeCheckpoints,
+    divide,
+    goes_back_at_once,
+)
+from echelon.nn.layering import how_to_list, listed_layers
+from echelon.nn.sequence import View
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.stage import LocalStages, Stage
+from echelon.plan import Plan
+
+
+def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapping) -> None:
+    """If the plan says so, let the layers of this rank's stages drop what autograd saves."""
+    plan = mesh.plan
+    if plan.recompute in ("none", "selective"):  # the step runner has the latter around every forward pass
+        return
+    check = SecondRunCheck()
+    budgeted: dict[Stage, BudgetedStage] = {}
+    for number, stage in local.stages.items():
+        layers = _layers(stage.module, plan)
+        first = [0, *local.boundaries][number]
+        names = {
+            layer: f"layer {first + index} ({type(layer).__name__})" for index, layer in enumerate(layers)
+        }
+        checkpoints, stage.finish_passes = _make_checkpoints(mesh)
+        settings = SegmentSettings(mesh.device, view, check, checkpoints, stage.second_run)
+        stage.check_second_runs = check.decide
+        if is_budget(plan):
+            budgeted[stage] = make_budgeted(names, settings, mesh, local.program, number)
+            continue
+        segments = divide(list(names), plan.recompute)
+        if goes_back_at_once(local.program, number):
+            segments = segments[:-1]
+        for segment in segments:
+            Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)
+    if budgeted:
+        share_budget(budgeted, mesh, wrapping)
+
+
+def _make_checkpoints(mesh: Mesh) -> tuple[Checkpoints, Callable[[], None]]:
+    """How a stage keeps the inputs of segments, and what is done when the passes of a step are over."""
+    checkpoints: Checkpoints = WholeCheckpoints()
+    finish_passes: Callable[[], None] = _nothing
+    if mesh.plan.contiguous:
+        checkpoints = contiguous = ContiguousCheckpoints(mesh.device, checkpoints)
+        finish_passes = contiguous.finish_step
+    if mesh.plan.checkpoints == "split":
+        checkpoints = SplitCheckpoints(mesh.group("tensor"), checkpoints)
+    return checkpoints, finish_passes
+
+
+def _nothing() -> None:
+    pass
+
+
+def _layers(module: nn.Module, plan: Plan) -> list[nn.Module]:
+    layers = listed_layers(module)
+    if not layers:
+        raise UserError(
+            f"plan '{plan}': {type(module).__name__} lists no layers, which would run again; "
+            f"{how_to_list(module)}"
+        )
+    return layers

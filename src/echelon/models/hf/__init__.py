@@ -1,0 +1,1 @@
+"""Weights and settings of transformers: names, dialects, experts."""

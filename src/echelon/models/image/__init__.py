@@ -1,0 +1,1 @@
+"""Networks for images, and their presets."""

@@ -1,0 +1,1 @@
+"""Modules: how one is called, wrapped, listed in layers, started and changed for a plan."""

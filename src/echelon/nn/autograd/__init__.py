@@ -1,0 +1,1 @@
+"""Small tools for autograd: what it saves, what runs twice, generators, products."""

@@ -1,0 +1,75 @@
+"""A second run of a forward pass: what must not happen twice happens in the first run, and is replayed.
+
+    first run       once(compute)   computes, and notes the result on the run's tape
+    second run      once(compute)   the result on the tape
+    elsewhere       once(compute)   computes
+
+A message between replicas that only the first run sends is one example. A choice that later calls would make
+in another way is another.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar, final
+
+T = TypeVar("T")
+
+
+@final
+class Tape:
+    """The results of one run, in order."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Around the first run."""
+        with _reading(_Reader(self._results, None)):
+            yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around the second run. The thread may be another one than that of the first."""
+        with _reading(_Reader(self._results, iter(self._results))):
+            yield
+
+
+class TapeEndedError(Exception):
+    """A second run asks for a result that the first has not computed."""
+
+
+_END: Any = object()
+
+
+class _Reader:
+    def __init__(self, results: list[Any], replayed: Iterator[Any] | None) -> None:
+        self.results, self.replayed = results, replayed
+
+
+_READER: ContextVar[_Reader | None] = ContextVar("echelon.nn.autograd.second_run", default=None)
+
+
+@contextmanager
+def _reading(reader: _Reader) -> Iterator[None]:
+    token = _READER.set(reader)
+    try:
+        yield
+    finally:
+        _READER.reset(token)
+
+
+def once(compute: Callable[[], T]) -> T:
+    """What `compute` returns, or what it has returned at this point of the first run."""
+    reader = _READER.get()
+    if reader is None:
+        return compute()
+    if reader.replayed is not None:
+        replayed: T = next(reader.replayed, _END)
+        if replayed is _END:
+            raise TapeEndedError
+        return replayed
+    result = compute()
+    reader.results.append(result)
+    return result

@@ -1,0 +1,274 @@
+"""torch's dropout modules, wrapped so that they draw from the open scope instead of torch's generator."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from echelon.errors import UserError
+from echelon.nn.autograd.tracing import untraced
+from echelon.nn.dropout import operators
+from echelon.nn.dropout.ahead import DrawsAhead
+from echelon.nn.dropout.fused import drop, has_kernel
+from echelon.nn.dropout.mask import Draw, mask_of
+from echelon.nn.dropout.noise import key_noise
+from echelon.nn.dropout.training_position import next_use
+from echelon.nn.hashing import hash_of
+from echelon.nn.huggingface import draws_by_function
+from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap
+
+_ALPHA = 1.7580993408473766  # minus SELU's limit for large negative inputs: the value of a dropped element
+
+GlobalIndices = Callable[[int], Tensor]  # from the size of dim 1 on this rank to its indices in the whole dim
+
+
+def key_dropout(model: nn.Module, wrapping: Wrapping) -> int:
+    """Make every dropout module of `model` draw from the open scope; returns how many do. So does the noise
+    of modules that draw by themselves.
+
+    The key of a layer is its name, so pass the whole model, before it is split into stages. A module that
+    was keyed before, by another wrapping or as a part of a copied model, keeps its name. In eval mode, and
+    outside every scope, all modules behave as torch's own.
+    """
+    for name, module in model.named_modules():
+        if _can_be_keyed(module):
+            previous = find_wrapper(module, KeyedDropout)
+            if previous is not None:
+                unwrap(previous)
+            wrapping.wrap(KeyedDropout(module, name if previous is None else previous.name))
+    key_noise(model, wrapping)
+    return len(keyed_modules(model))
+
+
+def set_global_indices(module: nn.Module, indices: GlobalIndices) -> None:
+    """Tell a keyed dropout that its input is a part of the whole along dim 1."""
+    keyed = find_wrapper(module, KeyedDropout)
+    if keyed is not None:
+        keyed.indices = indices
+
+
+def split_features(module: nn.Module, rank: int, ranks: int) -> None:
+    """Tell a keyed dropout that the last dim of its input is part `rank` of `ranks` equal parts."""
+    keyed = find_wrapper(module, KeyedDropout)
+    if keyed is not None:
+        keyed.feature_part = rank, ranks
+
+
+def draw_masks_again(model: nn.Module) -> None:
+    """Let keyed dropouts keep no masks of single elements for the backward pass."""
+    for module in keyed_modules(model):
+        keyed = find_wrapper(module, KeyedDropout)
+        assert keyed is not None
+        keyed.draws_again = True
+
+
+def drops_each_element(module: _DropoutNd) -> bool:
+    """Whether it drops single elements, not whole channels."""
+    kind = _KINDS.get(type(module).forward)
+    return kind is not None and kind.mask_shape is _elements
+
+
+def is_keyed(module: nn.Module) -> bool:
+    return find_wrapper(module, KeyedDropout) is not None
+
+
+def keyed_layer(module: nn.Module) -> int:
+    """The number of a keyed module among the layers of its model: a hash of its name."""
+    keyed = find_wrapper(module, KeyedDropout)
+    assert keyed is not None
+    return keyed.layer
+
+
+def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
+    return [module for module in model.modules() if isinstance(module, _DropoutNd) and is_keyed(module)]
+
+
+def unkeyed_dropout(model: nn.Module) -> list[str]:
+    """The names of modules in `model` whose dropout is not keyed by position in the sample.
+
+    torch's recurrent modules and attention drop inside their own code, and so does attention of
+    transformers. A subclass, or a replaced `forward`, may do anything. Calls of F.dropout in other models
+    are not seen here. Most of these are drawn by sample all the same (echelon.nn.draws).
+    """
+    return [name or "the model" for name, module in model.named_modules() if _drops_inside(module)]
+
+
+def recurrent_dropout(model: nn.Module) -> list[str]:
+    """The names of modules whose dropout nobody can make: that between the layers of recurrent modules."""
+    return [name or "the model" for name, module in model.named_modules() if _drops_between_layers(module)]
+
+
+def _drops_between_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
+
+
+def _drops_inside(module: nn.Module) -> bool:
+    if isinstance(module, nn.RNNBase):
+        return _drops_between_layers(module)
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout > 0)
+    if draws_by_function(module):
+        return True
+    return isinstance(module, _DropoutNd) and module.p > 0 and not _can_be_keyed(module)
+
+
+def _can_be_keyed(module: nn.Module) -> bool:
+    return type(module).forward in _KINDS and replaced_forward(module) is None
+
+
+class KeyedDropout(Wrapper):
+    """Drops by a mask that is a function of seed, step, layer name, sample and position."""
+
+    entry: ClassVar[str] = "dropout"
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        assert isinstance(module, _DropoutNd)
+        super().__init__(module)
+        self.dropout, self.name = module, name
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        self.layer = int.from_bytes(digest, "little")
+        self.indices: GlobalIndices | None = None
+        self.feature_part: tuple[int, int] | None = None  # of the last dim: (rank, ranks)
+        self.ahead: DrawsAhead | None = None  # only while compiled code runs
+        self.draws_again = False  # keeps no mask for the backward pass, also where it takes long to draw
+
+    @property
+    def drops(self) -> bool:
+        return self.dropout.training and self.dropout.p > 0
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not self.drops or input.ndim == 0:
+            return self._plain(input)
+        if self.ahead is not None:
+            return self._drop_ahead(input, self.ahead)
+        # What torch.compile would record of the open scope is a constant.
+        return self._drop_untraced(input) if torch.compiler.is_compiling() else self._drop(input)
+
+    def _plain(self, input: Tensor) -> Tensor:
+        """As torch's module. torch.compile records no bound method that is made on the way."""
+        forward = type(self.dropout).forward
+        plain: Tensor = forward(self.dropout, input) if self._next is None else self._next(input)
+        return plain
+
+    @untraced
+    def _drop_untraced(self, input: Tensor) -> Tensor:
+        return self._drop(input)
+
+    def _drop(self, input: Tensor) -> Tensor:
+        """By the next draw of the open scope; outside every scope as torch's module."""
+        use_of_scope = next_use(self.layer)
+        if use_of_scope is None:
+            self._refuse_recomputation()
+            return self._plain(input)
+        position, use = use_of_scope
+        dropout, kind = self.dropout, self.kind
+        shape = kind.mask_shape(input)
+        key = hash_of(position.seed, position.step, self.layer, use)
+        indices = (
+            self.indices(shape[1])
+            if self.indices is not None and _has_positions(shape, self.feature_part)
+            else None
+        )
+        draw = Draw(key, position.first_sample, dropout.p, indices, self.feature_part)
+        if kind is _ELEMENTS and (self.draws_again or has_kernel(input)):
+            return drop(input, draw, inplace=dropout.inplace)
+        return kind.apply(input, mask_of(draw, shape, input.device), dropout.p, dropout.inplace)
+
+    def _drop_ahead(self, input: Tensor, ahead: DrawsAhead) -> Tensor:
+        """The same by operators, which torch.compile records."""
+        dropout, kind = self.dropout, self.kind
+        shape = kind.mask_shape(input)
+        use, ahead.num_drawn = ahead.num_drawn, ahead.num_drawn + 1
+        indices = None
+        if self.indices is not None and _has_positions(shape, self.feature_part):
+            indices = operators.global_indices(ahead.dropout, shape[1], input.device)
+        draw = ahead.key, ahead.first_sample, use, dropout.p, indices, *(self.feature_part or (0, 1))
+        if kind is _ELEMENTS and input.is_cuda and not dropout.inplace:
+            fused: Tensor = operators.keyed_dropout(input, *draw)
+            return fused
+        keep = operators.keep_mask(*draw, shape, input.device)
+        return kind.apply(input, keep, dropout.p, dropout.inplace)
+
+    @property
+    def kind(self) -> "_Kind":
+        return _KINDS[type(self.dropout).forward]
+
+    def _refuse_recomputation(self) -> None:
+        """In a backward pass a second mask would differ from the first: gradients would be wrong."""
+        if torch._C._current_graph_task_id() != -1:
+            raise UserError(
+                f"dropout in {self.name or 'the model'} runs again in the backward pass, where its position "
+                "in the training is not known (torch.utils.checkpoint?): set its p to 0, do not checkpoint "
+                "it (recompute=full replays masks), or leave masks to torch with parallelize(seed=None)"
+            )
+
+
+# The shape of the mask.
+
+Shape = tuple[int, ...]
+
+
+def _elements(x: Tensor) -> Shape:
+    return tuple(x.shape)
+
+
+def _channels(x: Tensor) -> Shape:
+    """One element for each channel of each sample: [samples, channels, 1 …]."""
+    return (*x.shape[:2], *[1] * (x.ndim - 2))
+
+
+def _channels_1d(x: Tensor) -> Shape:
+    return _channels(x[None]) if x.ndim == 2 else _channels(x)
+
+
+def _channels_3d(x: Tensor) -> Shape:
+    return _channels(x[None]) if x.ndim == 4 else _channels(x)
+
+
+def _has_positions(shape: Shape, feature_part: tuple[int, int] | None) -> bool:
+    """Whether dim 1 is not the features, of which a part is here."""
+    return feature_part is None or len(shape) > 2
+
+
+# How the mask is applied.
+
+
+def zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+    """x · keep / (1 - p): autograd saves only the mask, one byte per element."""
+    kept = x.mul_(keep) if inplace else x * keep
+    return kept if p == 1 else kept.mul_(1 / (1 - p))
+
+
+def saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+    """Dropped elements take SELU's lowest value; then scaled and shifted to keep mean and variance."""
+    kept = x.mul_(keep) if inplace else x * keep
+    if p == 1:
+        return kept
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    shift = (keep.to(x.dtype) - 1).mul_(_ALPHA * scale).add_(_ALPHA * scale * p)
+    return kept.mul_(scale).add_(shift)
+
+
+class _Kind(NamedTuple):
+    """How one class of dropout modules drops. A mask with a dim more than the input is of one sample."""
+
+    mask_shape: Callable[[Tensor], Shape]
+    apply_mask: Callable[[Tensor, Tensor, float, bool], Tensor]
+
+    def apply(self, x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+        return self.apply_mask(x, keep[0] if keep.ndim > x.ndim else keep, p, inplace)
+
+
+_ELEMENTS = _Kind(_elements, zero)
+_KINDS: dict[Callable[..., Tensor], _Kind] = {
+    nn.Dropout.forward: _ELEMENTS,
+    nn.Dropout1d.forward: _Kind(_channels_1d, zero),
+    nn.Dropout2d.forward: _Kind(_channels, zero),
+    nn.Dropout3d.forward: _Kind(_channels_3d, zero),
+    nn.AlphaDropout.forward: _Kind(_elements, saturate),
+    nn.FeatureAlphaDropout.forward: _Kind(_channels, saturate),
+}

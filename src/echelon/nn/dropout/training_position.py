@@ -1,0 +1,120 @@
+"""Where in the training a forward pass is: the step and the samples, which keyed dropout asks for.
+
+A scope is open for the thread that opened it. The backward pass may run in another thread: code that
+computes activations again there calls `current()` in the forward pass and `restore` in the backward pass.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from echelon.errors import UserError
+
+
+class Interception(Protocol):
+    """Makes the numbers that functions of torch draw."""
+
+    def intercepted(self) -> AbstractContextManager[None]:
+        """Around a pass inside of a scope."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainingPosition:
+    """A step, and the samples of the pass: those from `first_sample` on, along dim 0."""
+
+    seed: int
+    step: int
+    first_sample: int | Tensor  # where replicas count on the device, it stays there
+    uses: Mapping[int, int] = field(default_factory=dict)  # how often each layer has drawn here
+    samples: int = 0  # of the pass, where somebody intercepts draws
+    draws: Interception | None = None  # around the pass
+
+
+@dataclass
+class _Scope:
+    position: TrainingPosition
+    uses: Counter[int]
+
+
+_SCOPE: ContextVar[_Scope | None] = ContextVar("echelon.nn.dropout", default=None)
+_SAMPLES: ContextVar[int | None] = ContextVar("echelon.nn.dropout.samples", default=None)
+
+
+@contextmanager
+def scope(
+    *,
+    seed: int,
+    step: int,
+    first_sample: int | Tensor,
+    samples: int = 0,
+    draws: Interception | None = None,
+) -> Iterator[None]:
+    """Around one forward pass of the samples from `first_sample` of the global batch on: so many `samples`,
+    unless `counted_samples` says how many. `draws`: who makes the numbers that functions of torch draw."""
+    counted = _SAMPLES.get()
+    number = samples if counted is None else counted
+    with restore(TrainingPosition(seed, step, first_sample, samples=number, draws=draws)):
+        yield
+
+
+@contextmanager
+def restore(position: TrainingPosition | None) -> Iterator[None]:
+    """Around a forward pass that is repeated or continued: masks are drawn as right after `current()`."""
+    token = _SCOPE.set(None if position is None else _Scope(position, Counter(position.uses)))
+    draws = None if position is None else position.draws
+    try:
+        with nullcontext() if draws is None else draws.intercepted():
+            yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def current() -> TrainingPosition | None:
+    """The position of the open scope, with the number of draws so far; None outside every scope."""
+    opened = _SCOPE.get()
+    if opened is None:
+        return None
+    return replace(opened.position, uses=dict(opened.uses))
+
+
+def next_use(layer: int) -> tuple[TrainingPosition, int] | None:
+    """The position of the open scope, and how often `layer` has drawn there before; counts this draw."""
+    opened = _SCOPE.get()
+    if opened is None:
+        return None
+    count_uses(layer, 1)
+    return opened.position, opened.uses[layer] - 1
+
+
+def count_uses(layer: int, count: int) -> None:
+    """Tell the open scope that `layer` has drawn there so many times more."""
+    opened = _SCOPE.get()
+    assert opened is not None
+    opened.uses[layer] += count
+
+
+@contextmanager
+def counted_samples(number: int) -> Iterator[None]:
+    """Around a forward pass of so many samples: `check_samples` knows them."""
+    token = _SAMPLES.set(number)
+    try:
+        yield
+    finally:
+        _SAMPLES.reset(token)
+
+
+def check_samples(what: str, shape: Sequence[int]) -> None:
+    """Refuse an input whose dim 0 has not the samples of the pass: what is counted by sample would depend on
+    how the batch is divided."""
+    number = _SAMPLES.get()
+    if number is not None and shape[0] != number:
+        raise UserError(
+            f"{what} is that of each sample, and dim 0 of the input {list(shape)} does not count samples, of "
+            f"which this pass has {number}: give the gate [samples, positions, width]"
+        )

@@ -1,0 +1,1 @@
+"""Which experts a token goes to: noisy top-k, Switch, GShard, sigmoid and other gates."""

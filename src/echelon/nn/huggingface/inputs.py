@@ -1,0 +1,113 @@
+"""The inputs of a transformers model that runs layer by layer.
+
+Its first layer takes tokens. A padding mask and positions are for every layer, on every stage; all ranks of a
+replica have the same batch, so each has them already. What no layer can take is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from echelon.errors import UserError, raise_errors
+from echelon.nn.inputs import Inputs
+from echelon.nn.targets import IGNORED_TARGET
+
+MASK, POSITIONS = "attention_mask", "position_ids"
+_TOKENS = "input_ids"
+# Options that change nothing at these values: layers have no caches and return only logits.
+_DEFAULTS: Mapping[str, tuple[object, ...]] = {
+    "use_cache": (True, False),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_router_logits": (False,),
+    "return_dict": (True,),
+}
+
+
+def layer_inputs(arguments: Mapping[str, Any], targets: Any, *, context: int) -> Inputs:
+    """The arguments of a model's forward, by name, as its layers take them."""
+    given = {name: value for name, value in arguments.items() if not _is_default(name, value)}
+    tokens, mask, positions = given.pop(_TOKENS, None), given.pop(MASK, None), given.pop(POSITIONS, None)
+    if not isinstance(tokens, Tensor) or given:
+        _refuse(sorted(given), has_tokens=isinstance(tokens, Tensor))
+    shared: dict[str, Any] = {}
+    if mask is not None and not _is_all_ones(mask):
+        _check_mask(mask, tokens)
+        if context > 1:
+            _check_padding(mask, targets, context)
+        else:
+            shared[MASK] = mask
+    if positions is not None:
+        _check_positions(positions, tokens, context)
+        shared[POSITIONS] = positions
+    return Inputs(tokens).for_layers(shared)
+
+
+def _is_default(name: str, value: object) -> bool:
+    return value is None or any(value is default for default in _DEFAULTS.get(name, ()))
+
+
+def _refuse(names: list[str], *, has_tokens: bool) -> None:
+    errors = [
+        f"{name}: the layers take {_TOKENS}, {MASK} and {POSITIONS}, and would leave it out; drop it, or use "
+        "a plan that calls the model's own forward: data, with tensor or not, and zero=0"
+        for name in names
+    ]
+    if not has_tokens:
+        errors.append(f"{_TOKENS}: is missing; the first layer takes them")
+    raise_errors("the batch of a transformers model that runs layer by layer", errors)
+
+
+def _is_all_ones(mask: Any) -> bool:
+    """Whether a mask leaves out nothing. On a device nobody looks: that would stop the host."""
+    return isinstance(mask, Tensor) and mask.is_cpu and bool(mask.all())
+
+
+def _check_mask(mask: Any, tokens: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        form = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UserError(
+            f"{MASK} is {form} and {_TOKENS} {list(tokens.shape)}: where a model runs layer by layer, they "
+            "must have the same shape, [samples, positions], with 0 at padding; masks of more dims need a "
+            "plan that calls the model's own forward (zero=0, without pipeline, sequence and context)"
+        )
+
+
+def _check_padding(mask: Tensor, targets: Any, context: int) -> None:
+    """Refuse padding that positions could see, where ranks share a sequence.
+
+    Attention is causal: padding at the end is seen by padding alone. What is computed there must not count.
+    """
+    reason = _reason_of_padding(mask, targets)
+    if reason:
+        raise UserError(
+            f"context={context} with padding: {reason}; pad at the end of sequences (padding_side='right') "
+            f"and give padding the label {IGNORED_TARGET}, or use context=1"
+        )
+
+
+def _reason_of_padding(mask: Tensor, targets: Any) -> str:
+    if not mask.is_cpu:
+        return f"{MASK} is on {mask.device}, and it must be in host memory to be looked at"
+    padding = mask == 0
+    if bool((padding[:, :-1] & ~padding[:, 1:]).any()):
+        return "some sequences have it before their tokens, and ranks that share a sequence attend to it"
+    is_labelled = isinstance(targets, Tensor) and targets.is_cpu and targets.shape == mask.shape
+    if not is_labelled or bool((targets[padding] != IGNORED_TARGET).any()):
+        return "some of it has labels that count"
+    return ""
+
+
+def _check_positions(positions: Any, tokens: Tensor, context: int) -> None:
+    if not isinstance(positions, Tensor) or positions.shape != tokens.shape:
+        form = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+        raise UserError(
+            f"{POSITIONS} is {form} and {_TOKENS} {list(tokens.shape)}: they must have the same shape; "
+            "expand them to one row per sample"
+        )
+    if context > 1:
+        raise UserError(
+            f"{POSITIONS} with context={context}: ranks that share a sequence count its positions "
+            "themselves; drop them, or use context=1"
+        )

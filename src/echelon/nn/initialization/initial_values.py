@@ -1,0 +1,190 @@
+"""The initial values of a model that was built without memory: each tensor alone, on any device.
+
+Random values depend on the seed and the name of the tensor, and on nothing else: not on the plan, nor on
+which rank computes them, nor on the other tensors of the model.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, TypeVar, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+from echelon.nn.initialization.recording import recording
+from echelon.nn.initialization.resetting import how_to_know, record_resets
+from echelon.nn.initialization.tape import Tape, Window, key_of, on_meta
+from echelon.nn.inputs import tensors_of
+from echelon.state.ownership import Slice
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _Recording(NamedTuple):
+    """How a model was built, and which version each of its tensors had then."""
+
+    tape: Tape
+    seed: int
+    versions: dict[str, int]
+
+
+_MARK = "_echelon_deferred"  # of modules whose tensors are on a tape; a copy of a module has it too
+
+_recordings: "WeakKeyDictionary[nn.Module, _Recording]" = WeakKeyDictionary()
+
+
+def deferred(build: Callable[[], Model]) -> Model:
+    """The model that `build` returns, without memory for its weights: `parallelize` gives each rank the part
+    that it needs, with the initial values that `build` gives them.
+
+    model = echelon.deferred(lambda: Llama(config))
+
+    All that `build` does to the tensors belongs to their initial values. Random values follow from torch's
+    seed and the names of the tensors, so they are the same whatever the plan, and others than those of a
+    model that is built at once.
+    """
+    tape = Tape()
+    try:
+        with recording(tape):
+            model = build()
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise UserError(
+            f"deferred: the model looks at values of its tensors while it is built ({error}); compute these "
+            "with Python's numbers, or build the model whole, without deferred"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"deferred: the function returned a {type(model).__name__}; return a torch.nn.Module")
+    versions = {name: tensor._version for name, tensor in named_tensors(model)}
+    _recordings[model] = _Recording(tape, torch.initial_seed(), versions)
+    for module in model.modules():
+        vars(module)[_MARK] = True
+    return model
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether tensors of the model are on the meta device, where they have no values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@final
+class InitialValues:
+    """A WeightSource: what a model's tensors start with. Knows them as they are now, so make it first."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        recording = _recordings.get(model)
+        if recording is None:
+            _refuse_parts(model)
+            self._tape, self._unknown = record_resets(model)
+            self.seed = torch.initial_seed()
+        else:
+            self._tape, self._unknown = recording.tape, _changed_since(model, recording)
+            self.seed = recording.seed
+        self._tensors: dict[str, Window | Tensor] = {
+            name: Window.of(tensor) if tensor.is_meta else tensor.detach()
+            for name, tensor in named_tensors(model)
+        }
+        self._random = self._number_draws()
+        for name, tensor in self._tensors.items():
+            if isinstance(tensor, Window) and 0 not in tensor.size:
+                if not self._tape.is_defined(tensor):
+                    self._unknown[name] = how_to_know(model, name, was_recorded=recording is not None)
+                elif self._tape.has_generator(tensor.storage):
+                    self._unknown[name] = "is drawn by a generator of its own; leave generator= out"
+        self._unknown |= dict(_hidden_tensors(model))
+
+    def describe(self) -> Iterator[str]:
+        """How values come about, for ranks to compare."""
+        if self._device.type == "cuda":  # other GPUs draw other numbers
+            yield f"initial values on {torch.cuda.get_device_name(self._device)}"
+        yield from self._tape.describe()
+
+    def constants(self) -> list[Tensor]:
+        """What has values already, which need not be the same on every rank."""
+        named = (tensor for tensor in self._tensors.values() if isinstance(tensor, Tensor))
+        return [*named, *self._tape.constants()]
+
+    def first_name(self, name: str) -> str:
+        """The first name of the same tensor."""
+        known = self._tensors[name]
+        if isinstance(known, Window):
+            return next(other for other, tensor in self._tensors.items() if tensor == known)
+        return next(n for n, t in self._tensors.items() if isinstance(t, Tensor) and is_same_memory(t, known))
+
+    def errors(self, but: Collection[str] = ()) -> list[str]:
+        """Of the tensors whose values are not known; those of `but` come from elsewhere."""
+        return [f"{name}: {reason}" for name, reason in self._unknown.items() if name not in but]
+
+    def read(self, name: str, boxes: Sequence[Slice]) -> list[Tensor]:
+        whole = self.tensor(name)
+        return [whole[box.box] for box in boxes]
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the device."""
+        known = self._tensors[name]
+        if isinstance(known, Tensor):
+            return known.to(self._device)
+        return self._tape.values(known, self._device, self._seed_of)
+
+    def _seed_of(self, note: int) -> int:
+        return key_of(self.seed, *self._random.get(note, (note,)))
+
+    def _number_draws(self) -> dict[int, tuple[str, int]]:
+        """Which draw of which tensor a note is, so that its numbers do not depend on other tensors."""
+        draws: dict[int, tuple[str, int]] = {}
+        for name, tensor in self._tensors.items():
+            if isinstance(tensor, Window):
+                for count, note in enumerate(self._tape.draws(tensor.storage)):
+                    draws.setdefault(note, (name, count))
+        return draws
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, and tensors that modules have as plain attributes; by all names of each."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield (f"{path}.{name}" if path else name), value
+
+
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+    )
+
+
+def _hidden_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Tensors of the meta device in lists and dicts, where nobody can replace them: no parameters."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_state = name in ("_parameters", "_buffers", "_modules") or isinstance(value, Tensor)
+            leaves = [] if is_state else tensors_of(value)
+            if any(on_meta(leaf) and not isinstance(leaf, nn.Parameter) for leaf in leaves):
+                full_name = f"{path}.{name}" if path else name
+                yield full_name, f"is a {type(value).__name__} with tensors; make them buffers"
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """Refuse a part or a copy of what `deferred` built, or a model around it: no tape leads there."""
+    marked = [name for name, module in model.named_modules() if _MARK in vars(module) and is_deferred(module)]
+    if marked:
+        raise UserError(
+            f"{marked[0] or type(model).__name__} is a part or a copy of a model that echelon.deferred has "
+            "built, or inside another one; build all of the model that you train in one function"
+        )
+
+
+def _changed_since(model: nn.Module, recording: _Recording) -> dict[str, str]:
+    """What was changed after it was recorded, where nobody took note."""
+    return {
+        name: "was changed after echelon.deferred had built the model; do it inside the function"
+        for name, tensor in named_tensors(model)
+        if tensor.is_meta and recording.versions.get(name, tensor._version) != tensor._version
+    }

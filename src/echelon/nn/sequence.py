@@ -1,0 +1,60 @@
+"""The view of a layer on the sequence. Layers ask their `view`, so that several ranks can share a sequence.
+
+A layer that needs positions, or mixes them (attention), has an attribute `view`. It is `WHOLE` until context
+parallelism assigns another one.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.nn.wrapping import Wrapping
+
+
+class View:
+    """All positions are on this rank, in order. Subclasses know other layouts (`context_parallel`)."""
+
+    parts = 1  # ranks that share the sequence, each with an equal number of positions
+    stretch = 1  # positions inside attention per position of the hidden states between layers
+    true_length: int | None = None  # of the whole sequence, where it is padded: later positions are padding
+    shared: Mapping[str, Any] = MappingProxyType({})  # of a batch, what every layer may ask for
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """The positions in the whole sequence of the `length` tokens on this rank, [length].
+
+        Padding has the last position of the sequence: a model may have learned no later one.
+        """
+        return self._in_sequence(torch.arange(length, device=device))
+
+    def whole_length(self, length: int) -> int:
+        """How many positions the whole sequence has, without padding, where `length` are on this rank."""
+        padded = length * self.parts
+        return padded if self.true_length is None else min(padded, self.true_length)
+
+    def _in_sequence(self, positions: Tensor) -> Tensor:
+        return positions if self.true_length is None else positions.clamp(max=self.true_length - 1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        """Causal attention of the queries on this rank over the whole sequence.
+
+        [batch, heads, sequence, head_width] each; keys and values may have fewer heads.
+        """
+        is_grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
+        )
+
+
+WHOLE = View()
+
+
+def assign(model: nn.Module, view: View, wrapping: Wrapping) -> int:
+    """Give this view to every layer of `model` that has one; returns how many do."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "view", None), View)]
+    for layer in layers:
+        wrapping.assign(layer, "view", view)
+    return len(layers)

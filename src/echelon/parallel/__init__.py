@@ -1,0 +1,1 @@
+"""Strategies that divide the work over ranks: data, tensor, context, expert, pipeline."""

@@ -1,0 +1,91 @@
+"""Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from echelon.collectives import Group
+from echelon.collectives.fingerprint import device_fingerprint
+from echelon.parallel.data.flags import set_anywhere
+from echelon.parallel.data.packed_broadcast import broadcast_packed
+
+SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
+
+
+class _Mark(NamedTuple):
+    """What changes when a buffer does: which tensor it is, and its version."""
+
+    tensor: "weakref.ref[Tensor]"
+    version: int
+
+    def is_on(self, buffer: Tensor) -> bool:
+        return self.tensor() is buffer and self.version == buffer._version
+
+
+class Buffers:
+    """Keeps the buffers of replicas equal. Only those that a step may have changed are sent."""
+
+    def __init__(self, module: nn.Module, group: Group, *, asks: bool | None = None) -> None:
+        """The buffers are equal already: all ranks start from one model.
+
+        `asks`: replicas ask each other which buffers any of them has changed, however small they are. To read
+        the answer is to wait for the device, so by default they ask on the CPU.
+        """
+        self._module, self._group, self._asks = module, group, asks
+        # The kernels of these change their statistics without leaving a mark on the tensor's version.
+        norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._statistics = {buffer for norm in norms for buffer in norm.buffers()}
+        self._marks = self._current_marks()
+
+    def share(self) -> None:
+        """Send replica 0's buffers to all, where any replica may have changed them."""
+        if self._group.size == 1:
+            return
+        buffers = dict(self._module.named_buffers())  # a model may assign a buffer instead of changing it
+        if not buffers:
+            return
+        with self._group.ledger.about("buffers"):
+            changed = self._changed_anywhere(buffers)
+            broadcast_packed(list(compress(buffers.values(), changed)), self._group)
+        self._marks = self._current_marks()
+
+    def differing(self, *, has_run: bool) -> list[str]:
+        """Names of buffers whose values differ among the replicas that have run. Reads the device."""
+        buffers = dict(self._module.named_buffers())
+        if self._group.size == 1 or not buffers:
+            return []
+        device = next(iter(buffers.values())).device
+        local = torch.zeros(len(buffers) + 1, 2, dtype=torch.int64, device=device)
+        local[-1] = int(has_run)
+        for row, (name, buffer) in zip(local, buffers.items(), strict=False):
+            if buffer.nbytes <= SMALL or self._may_have_changed(name, buffer):
+                row.copy_(device_fingerprint(buffer))
+        gathered = local.new_empty(self._group.size, *local.shape)
+        with self._group.ledger.about("checks"):
+            self._group.all_gather(gathered, local)
+        rows = [row for row in gathered.tolist() if row[-1][0]]
+        return [
+            name for number, name in enumerate(buffers) if any(r[number] != rows[0][number] for r in rows)
+        ]
+
+    def _changed_anywhere(self, buffers: Mapping[str, Tensor]) -> Sequence[bool]:
+        """Which buffers some replica may have changed."""
+        first = next(iter(buffers.values()))
+        asks = first.is_cpu if self._asks is None else self._asks
+        if not asks and sum(buffer.nbytes for buffer in buffers.values()) <= SMALL:
+            return [True] * len(buffers)
+        changed = [self._may_have_changed(name, buffer) for name, buffer in buffers.items()]
+        return set_anywhere(changed, self._group, first.device)
+
+    def _may_have_changed(self, name: str, buffer: Tensor) -> bool:
+        return buffer in self._statistics or name not in self._marks or not self._marks[name].is_on(buffer)
+
+    def _current_marks(self) -> dict[str, _Mark]:
+        return {
+            name: _Mark(weakref.ref(buffer), buffer._version) for name, buffer in self._module.named_buffers()
+        }

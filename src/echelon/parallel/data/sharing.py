@@ -1,0 +1,261 @@
+"""How the ranks of a parameter set hold it and agree on its gradients: the interface.
+
+A stage calls, for each step and in this order: `start_step`; for each microbatch `start_backward`, the
+backward pass, `finish_backward`; `reduce`; the optimizer works on `local_parameters()`; `publish`.
+
+Where units are updated in the backward pass (`on_unit`), the optimizer has worked on most of them before
+`reduce` returns, and their gradients are gone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, final
+
+from torch import Tensor, nn
+
+from echelon.parallel.data.claims import Claim
+from echelon.parallel.data.grad_accumulation import Accumulation
+from echelon.parallel.data.grad_dtype import restore_gradient_dtype, set_gradient_dtype
+from echelon.parallel.data.parameter_set import ParameterSet
+from echelon.parallel.data.problems import Problem
+from echelon.parallel.data.reducer import Reducer
+from echelon.parallel.data.zero.host_weights import HostRun
+from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, whole_slice
+
+
+class Storages(NamedTuple):
+    """The tensors whose memory a strategy answers for, by category of the memory meter."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+
+
+class SummedUnit(NamedTuple):
+    """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit.
+
+    `present`: around what reads or writes its weights on the device.
+    """
+
+    local: list[LocalParameter]
+    norm_share: list[Tensor]
+    present: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Sharing(ABC):
+    """One way for the ranks of a parameter set to stay equal. Knows nothing of other axes."""
+
+    # Whether ranks talk during every microbatch, so that each must run the same number of them.
+    lockstep: bool = False
+
+    # Where large matrices may add to their gradients directly; None where gradients never stay.
+    accumulation: Accumulation | None = None
+
+    # What begins to reduce gradients as the backward pass completes them; None where nobody talks.
+    reducer: Reducer | None = None
+
+    # Uses the gradients of a unit in the backward pass; they are then freed. None: gradients stay.
+    on_unit: Callable[[SummedUnit], None] | None = None
+
+    def __init__(self, parameter_set: ParameterSet) -> None:
+        self.parameter_set = parameter_set
+        # Returns when new weights of local parameters that are on their way (offload) are there.
+        self.wait_for_weights: Callable[[Sequence[LocalParameter]], None] = lambda _: None
+        self._claim = Claim(parameter_set.parameters)
+        for _, parameter in parameter_set.trained:
+            set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
+
+    @abstractmethod
+    def local_parameters(self) -> list[LocalParameter]:
+        """What this rank's optimizer updates."""
+
+    def summed_parameters(self) -> list[LocalParameter]:
+        """Those whose `.grad` is there after `reduce`: what this rank updates, or sends to a server."""
+        return self.local_parameters()
+
+    def kept_whole(self) -> list[LocalParameter]:
+        """Those that stay whole on the device, where no message brings what an update makes: whoever uses
+        one first waits for new weights that are on their way (offload)."""
+        return self.local_parameters()
+
+    @abstractmethod
+    def start_step(self) -> None:
+        """Forget old gradients. Also clears what a failed step left behind."""
+        self._claim.check()
+
+    @abstractmethod
+    def start_backward(self, *, last: bool) -> None:
+        """A microbatch's backward pass begins. `last`: no other follows in this step."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """The backward pass is over: parameters that it has not reached will get no gradient from it."""
+
+    def start_reductions(self) -> None:
+        """Begin to reduce all that is left: a replica without samples has had no backward pass."""
+        if self.reducer is not None and not self.reducer.all_reduced:
+            self.start_backward(last=True)
+            self.finish_backward()
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Return when `.grad` of each local parameter is the sum over ranks, or None if no rank used it."""
+
+    def problems(self) -> dict[Problem, Tensor]:
+        """Why this step must be refused: a flag on the device each. If one rank has it, all ranks refuse."""
+        return {}
+
+    @abstractmethod
+    def norm_share(self) -> list[Tensor]:
+        """Gradients whose squares, summed over ranks, are those of the set: each counted by one rank."""
+
+    def publish(self) -> None:  # noqa: B027 (nothing to do where every rank updates what it uses)
+        """The optimizer has updated the local parameters: bring the weights everywhere they are used."""
+
+    def first_weights(self) -> list[OwnedSlice]:
+        """The weights that a deferred start fills on this rank; `share_first_weights` follows."""
+        return own_whole(self.parameter_set)
+
+    def share_first_weights(self) -> None:  # noqa: B027 (nothing to do where every rank has filled what it uses)
+        """The weights of `first_weights` have their first values: bring them everywhere they are used."""
+
+    @abstractmethod
+    def owned(self) -> list[OwnedSlice]:
+        """The weights that this rank holds, frozen ones too."""
+
+    def slices(self, local: LocalParameter) -> list[Slice]:
+        """Where the pieces of `local.tensor` lie in the whole parameter, in order."""
+        return [whole_slice(local.name, local.parameter)]
+
+    def standing(self, local: LocalParameter) -> Tensor:
+        """The values of a local parameter between steps, on the device or in host memory."""
+        return local.tensor.detach()
+
+    def host_run(self, local: LocalParameter) -> HostRun | None:  # noqa: ARG002
+        """Where a local parameter stands in host memory, if it does."""
+        return None
+
+    def in_turn(self) -> Iterator[list[LocalParameter]]:
+        """What is left to be updated, in pieces: each is on the device until the next is asked for."""
+        yield self.local_parameters()
+
+    @abstractmethod
+    def storages(self) -> Storages:
+        """What memory holds weights and gradients on this rank now."""
+
+    def _use_unit(
+        self,
+        local: Sequence[LocalParameter],
+        present: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """The gradients of a unit are summed: use and free them. What is summed over other ranks too has to
+        wait for these, in memory of its own."""
+        assert self.on_unit is not None
+        waiting = self.parameter_set.summed_later
+        for each in local:
+            if each.parameter in waiting and each.tensor.grad is not None:
+                each.tensor.grad = each.tensor.grad.clone()
+        ready = [each for each in local if each.parameter not in waiting]
+        self.on_unit(SummedUnit(ready, self._norm_share(ready), present))
+        for each in ready:
+            each.tensor.grad = None
+
+    def _norm_share(self, local: Sequence[LocalParameter]) -> list[Tensor]:
+        """The share of some local parameters in `norm_share`."""
+        return local_gradients(local, self.parameter_set.uncounted)
+
+    def gather(self, *, backward: bool) -> None:  # noqa: B027 (nothing to do where weights stay whole)
+        """The stage is about to be used: begin to gather what comes first."""
+
+    def free(self) -> None:  # noqa: B027
+        """The stage was used: give back what was gathered ahead and not used."""
+
+    def second_run(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Around a layer's forward that runs again in the backward pass: the layer has its weights."""
+        return nullcontext()
+
+    def abandon_pass(self) -> None:  # noqa: B027
+        """A pass has raised: nobody runs a module any more. Talks to no one."""
+
+    def take_over(self, changed: Set[nn.Parameter]) -> None:  # noqa: B027 (nothing to do where a parameter
+        # is all that is updated)
+        """Between two steps: somebody has changed these parameters, or given them other memory."""
+
+    def end_watch(self) -> None:  # noqa: B027
+        """Before the first update: raise if a pass has changed weights in a way that is lost."""
+
+    def reallocate(self) -> None:
+        """Move the weights to new memory, and leave the old to whoever holds it."""
+        for _, parameter in self.parameter_set.trained:
+            parameter.data = parameter.data.clone()
+
+    def close(self) -> None:
+        """Take away all hooks, and let go of gradients and their memory."""
+        for _, parameter in self.parameter_set.trained:
+            if self._claim.holds(parameter):  # and no later engine
+                parameter.grad = None
+                restore_gradient_dtype(parameter)
+        self._claim.release()
+
+
+class LocalSum(Sharing):
+    """Gradients only add up on this rank, in place where they can: nobody talks in the backward pass."""
+
+    def __init__(self, parameter_set: ParameterSet) -> None:
+        super().__init__(parameter_set)
+        self.accumulation: Accumulation = Accumulation()
+
+    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
+        self.accumulation.is_open = True
+
+    def finish_backward(self) -> None:
+        self.accumulation.is_open = False
+
+
+@final
+class SingleReplica(LocalSum):
+    """One rank holds the set: there is nobody to agree with."""
+
+    def __init__(self, parameter_set: ParameterSet) -> None:
+        super().__init__(parameter_set)
+        self._local = whole_parameters(parameter_set)
+
+    def local_parameters(self) -> list[LocalParameter]:
+        return self._local
+
+    def start_step(self) -> None:
+        super().start_step()
+        for local in self._local:
+            local.parameter.grad = None
+
+    def reduce(self) -> None:
+        pass
+
+    def norm_share(self) -> list[Tensor]:
+        return self._norm_share(self._local)
+
+    def owned(self) -> list[OwnedSlice]:
+        return own_whole(self.parameter_set)
+
+    def storages(self) -> Storages:
+        parameters: list[Tensor] = list(self.parameter_set.parameters.values())
+        return Storages(parameters, [p.grad for p in parameters if p.grad is not None])
+
+
+def whole_parameters(parameter_set: ParameterSet) -> list[LocalParameter]:
+    """Every trained parameter, whole."""
+    return [LocalParameter(name, p, p) for name, p in parameter_set.trained]
+
+
+def local_gradients(
+    local: Sequence[LocalParameter], uncounted: Set[nn.Parameter] = frozenset()
+) -> list[Tensor]:
+    """The gradients of local parameters, where there are any, without those of `uncounted` parameters."""
+    return [
+        each.tensor.grad for each in local if each.tensor.grad is not None and each.parameter not in uncounted
+    ]
+
+
+def own_whole(parameter_set: ParameterSet) -> list[OwnedSlice]:
+    """Every parameter of a set that this rank holds whole."""
+    return [OwnedSlice(whole_slice(name, p), p) for name, p in parameter_set.parameters.items()]

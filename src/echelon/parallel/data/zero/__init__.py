@@ -1,0 +1,1 @@
+"""ZeRO: units of weights, gradients and optimizer state in parts, gathered when they are used."""

@@ -1,0 +1,185 @@
+"""Residency: which units are gathered when the weights themselves are sharded.
+
+A unit is gathered while something uses it, and for a while before: on entering a unit, the next `prefetch`
+ones are gathered too, in the order of the last forward pass, or its reverse on the way back. So at most
+prefetch + 1 units are gathered at a time, beside units that surround others or are tied to them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import Group, Ledger
+from echelon.collectives.alone import check_not_alone
+from echelon.parallel.data.problems import Problem
+from echelon.parallel.data.zero.flat import FlatUnit
+from echelon.parallel.data.zero.gather_agreement import GatherAgreement
+
+
+class Residency:
+    """Gathers and frees units as they are entered and left. A unit may be memory of several kinds."""
+
+    def __init__(
+        self,
+        units: Sequence[list[FlatUnit]],
+        needs: list[list[int]],
+        prefetch: int,
+        ledger: Ledger,
+        root: int | None,
+        agreement: GatherAgreement | None = None,
+        *,
+        stores: bool = False,
+    ) -> None:
+        """`root`: the unit that surrounds the others, if there is one. `stores`: units are updated in the
+        backward pass, and new weights go to host memory."""
+        self._agreement = agreement
+        self._units, self._needs, self._prefetch, self._ledger = units, needs, prefetch, ledger
+        self._root = root
+        self._gathered = 0  # a number made from all that was gathered in this step, in order
+        self._users = [0] * len(units)
+        self._held: set[int] = set()  # units that are read outside of their modules: until the step is over
+        # With updates in the backward pass one of prefetch + 1 places is for what is being stored.
+        self._behind = 1 if stores and prefetch > 1 else 0
+        self._leaving: deque[FlatUnit] = deque()  # units on their way to host memory, not in use any more
+        for flat in (flat for unit in units for flat in unit if flat.host is not None):
+            flat.on_store = self._let_go
+        self._sequence = list(range(len(units)))
+        self._trace: list[int] = []
+
+    @property
+    def num_gathered(self) -> int:
+        """How many units have memory for their whole weights now."""
+        return sum(any(flat.is_gathered for flat in unit) for unit in self._units)
+
+    def reset(self) -> None:
+        """Free everything: between steps, and after one that failed."""
+        if self._trace:
+            self._sequence = list(dict.fromkeys(self._trace))
+            self._trace = []
+        self._users = [0] * len(self._units)
+        self._held.clear()
+        self._gathered = 0
+        for index in range(len(self._units)):
+            self._free(index)
+        while self._leaving:
+            self._leaving.popleft().drop()
+
+    def abandon(self) -> None:
+        """A pass has raised: nothing is in use. What is gathered stays so until the next step."""
+        self._users = [0] * len(self._units)
+        self._held.clear()
+
+    def enter(self, index: int, *, backward: bool) -> None:
+        """Return when all that unit `index` needs is gathered; the next units are on their way."""
+        if not backward:
+            self._trace.append(index)
+        for need in self._needs[index]:
+            self._users[need] += 1
+            self._gather(need)
+        for following in self._following(index, backward):
+            self._gather(following)
+        for need in self._needs[index]:
+            self._synchronize(need)
+
+    def enter_again(self, index: int) -> None:
+        """Return when all that unit `index` needs is gathered, for a second run in the backward pass. It is,
+        if its own backward pass has begun; else what was gathered ahead makes room for it."""
+        needs = self._needs[index]
+        if not all(self._users[need] for need in needs):
+            self.free_unused()
+        for need in needs:
+            self._users[need] += 1
+            self._gather(need)
+        for need in needs:
+            self._synchronize(need)
+
+    def hold(self, index: int) -> None:
+        """Return when unit `index` is gathered; nobody says when it is no longer needed, so it stays."""
+        if index not in self._held:
+            self._held.add(index)
+            self._users[index] += 1
+        self._gather(index)
+        self._synchronize(index)
+
+    def release(self) -> None:
+        """Nothing that was held is needed any more: no backward pass follows."""
+        for index in self._held:
+            self._users[index] -= 1
+        self._held.clear()
+        self.free_unused()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a module runs."""
+        return any(users > (index in self._held) for index, users in enumerate(self._users))
+
+    def ahead(self, *, backward: bool) -> None:
+        """Begin to gather what a pass enters first."""
+        order = list(reversed(self._sequence)) if backward else self._sequence
+        for index in order[: self._ahead(backward) + 1]:
+            self._gather(index)
+
+    def free_unused(self) -> None:
+        """Free what was gathered ahead and has no user."""
+        for index, users in enumerate(self._users):
+            if users == 0:
+                self._free(index)
+
+    def leave(self, index: int) -> None:
+        """Free what nobody uses any more."""
+        for need in self._needs[index]:
+            self._users[need] -= 1
+            if self._users[need] == 0:
+                self._free(need)
+
+    def _following(self, index: int, backward: bool) -> list[int]:
+        if index not in self._sequence:
+            return []
+        number = self._ahead(backward)
+        ahead = list(reversed(self._sequence)) if backward else self._sequence
+        if index == self._root:  # it is entered first, whichever way
+            return [unit for unit in ahead if unit != index][:number]
+        place = ahead.index(index)
+        return ahead[place + 1 : place + 1 + number]
+
+    def _ahead(self, backward: bool) -> int:
+        return self._prefetch - (self._behind if backward else 0)
+
+    def _let_go(self, flat: FlatUnit) -> None:
+        """A unit is being stored: the next one that is finds its memory free."""
+        self._leaving.append(flat)
+        while len(self._leaving) > self._behind:
+            self._leaving.popleft().drop()
+
+    def compare(self, group: Group) -> dict[Problem, Tensor]:
+        """Whether ranks gathered different units in this step: they have got each other's weights."""
+        moving = [flat for unit in self._units for flat in unit if not flat.resident]
+        if not moving:
+            return {}
+        device = moving[0].flat.device
+        extremes = torch.full((2,), self._gathered, dtype=torch.int64, device=device)
+        extremes[1].neg_()
+        with self._ledger.about("agreement"):
+            group.all_reduce(extremes, "max")
+        return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
+
+    def _gather(self, index: int) -> None:
+        if any(flat.comings.gathers and not flat.is_gathered for flat in self._units[index]):
+            check_not_alone("all_gather", "data")
+        if self._agreement is not None and not all(flat.is_gathered for flat in self._units[index]):
+            self._agreement.gather(index)
+        with self._ledger.about("parameters"):
+            for flat in self._units[index]:
+                if not flat.is_gathered:
+                    self._gathered = (self._gathered * 1_000_003 + index + 1) % 2**61
+                flat.gather()
+
+    def _synchronize(self, index: int) -> None:
+        for flat in self._units[index]:
+            flat.synchronize()
+
+    def _free(self, index: int) -> None:
+        for flat in self._units[index]:
+            flat.free()

@@ -1,0 +1,294 @@
+"""What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, the
+sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers,
+losses and dropout only see it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from echelon.collectives.mesh import Mesh
+from echelon.errors import UserError
+from echelon.nn.batch import Loss, num_samples
+from echelon.nn.dropout import keyed_modules, set_global_indices
+from echelon.nn.dtypes import DTYPES
+from echelon.nn.experts import gates_of
+from echelon.nn.layering import how_to_list, listed_layers
+from echelon.nn.sequence import View, assign
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.context import AllToAllView, RingView, positions, take
+from echelon.parallel.data import SharedGradient
+from echelon.parallel.expert import spread_experts
+from echelon.parallel.float32_loss import in_float32
+from echelon.parallel.hidden_padding import HiddenPadding, SplitOutput
+from echelon.parallel.padding import LocalTargets, Padding, has_positions
+from echelon.parallel.pipeline import StageModule
+from echelon.parallel.sequence_checks import (
+    check_gate_padding,
+    check_heads,
+    check_masks,
+    check_positions,
+    check_split,
+    check_weight_masks,
+    classes_not_causal,
+)
+from echelon.parallel.tensor import Sharded, Table, number_layers, split_loss, split_over
+from echelon.parallel.token_positions import SharedPositions
+from echelon.program import Program
+from echelon.program.step_program import step_program
+from echelon.state.ownership import OwnedSlice
+from echelon.state.shards import Shard
+
+
+class LocalPart(NamedTuple):
+    """This rank's part of the sequences of a microbatch; `true_length`: of all of them, if padded."""
+
+    inputs: Any
+    targets: LocalTargets
+    true_length: int | None
+
+
+class LayerSharding:
+    """The layers of a model, as this rank has them."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, loss: Loss, tensor_table: Table | None, wrapping: Wrapping
+    ) -> None:
+        """Split `model` in place."""
+        self._mesh, self._context = mesh, mesh.group("context")
+        self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
+        layers = _layers(model, mesh) if self.by_layers else []
+        check_positions(layers, mesh.plan)
+        check_heads(model, mesh.plan)
+        check_masks(model, mesh.plan)
+        before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
+        self._before = frozenset(before)
+        self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
+        not_causal = classes_not_causal(model, layers[1:])
+        self.spread = spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else None
+        self.sharded = self._split(model, loss, tensor_table, before, wrapping)
+        if mesh.plan.sequence:
+            assert self.sharded is not None
+            check_split(model, before, self.sharded, mesh.plan)
+        self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
+        self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
+        self._place_dropout(model, before)
+        self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
+        self._hidden_padding = self._pad_hidden(not_causal)
+        if self.by_layers:
+            self._place_gates(model, wrapping)
+
+    # Tensor.
+
+    def _split(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        tensor_table: Table | None,
+        before: Sequence[nn.Module],
+        wrapping: Wrapping,
+    ) -> Sharded | None:
+        group = self._mesh.group("tensor")
+        if group.size == 1:
+            return None
+        return split_over(
+            model,
+            group,
+            tensor_table,
+            wrapping,
+            sequence=self._mesh.plan.sequence,
+            whole_sequence=before,
+            join_logits=split_loss(loss) is None,
+        )
+
+    def _loss(self, loss: Loss) -> Loss:
+        """The same, of what the last layer returns here."""
+        over_parts = split_loss(loss)
+        vocabulary = None if self.sharded is None else self.sharded.vocabulary
+        if over_parts is None or vocabulary is None:
+            return self.whole_loss
+        group = self._mesh.group("tensor")
+        return lambda output, targets: over_parts(output, targets, group, vocabulary)
+
+    @property
+    def has_split_logits(self) -> bool:
+        """Whether the last layer returns this rank's part of the vocabulary."""
+        return self.loss is not self.whole_loss
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether losses are this rank's to count: the ranks along `tensor` compute the same."""
+        return self._mesh.position.tensor == 0
+
+    def sees_part(self, module: nn.Module) -> bool:
+        """Whether the ranks along `tensor` call the module with different positions."""
+        return self._mesh.plan.sequence and module not in self._before
+
+    def shared_gradients(self, module: nn.Module) -> list[SharedGradient]:
+        """What tensor ranks sum among themselves: gradients of which each has a part."""
+        if self.sharded is None:
+            return []
+        group, inside = self._mesh.group("tensor"), set(module.parameters())
+        partial_gradients = [p for p in self.sharded.partial if p in inside and p.requires_grad]
+        return [SharedGradient(p, group, counts_norm=self.counts_loss) for p in partial_gradients]
+
+    @property
+    def norm_elsewhere(self) -> frozenset[nn.Parameter]:
+        """The parameters whose gradients the first tensor rank counts in the norm."""
+        if self.sharded is None or self.counts_loss:
+            return frozenset()
+        return frozenset(self.sharded.replicated)
+
+    def overlap(self, model: nn.Module, program: Program) -> None:
+        """Let sums of gradients go on behind those of weights, where one backward pass computes both and it
+        is known which weights are there at once. What is compiled goes its own way."""
+        if self.sharded is None:
+            return
+        plan, layers = self._mesh.plan, listed_layers(model)
+        number_layers(layers)
+        self.sharded.region.overlaps = (
+            not program.halves and not plan.compile and (not plan.frees_weights or bool(layers))
+        )
+
+    def shard_of(self, name: str) -> Shard | None:
+        """Which part of a parameter this rank has along `tensor`; None if it has all of it there."""
+        return None if self.sharded is None else self.sharded.shards.get(name)
+
+    def shards_of(self, name: str) -> list[Shard]:
+        """Which part of a parameter this rank has: of the whole one the first, of what that is the next."""
+        experts, matrices = self.experts_of(name), self.shard_of(name)
+        return [shard for shard in (experts, matrices) if shard is not None]
+
+    def experts_of(self, name: str) -> Shard | None:
+        """Which experts of a parameter this rank has; None if it has all, or it is of no experts."""
+        return None if self.spread is None else self.spread.shards.get(name)
+
+    def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
+        """What this rank owns of its part of a tensor, as boxes of the whole tensor."""
+        boxes = [owned]
+        for shard in reversed(self.shards_of(owned.slice.name)):
+            boxes = [whole for box in boxes for whole in shard.in_whole(box)]
+        return boxes
+
+    # The sequence.
+
+    def connect(
+        self, model: nn.Module, stages: Mapping[int, nn.Module], program: Program, wrapping: Wrapping
+    ) -> None:
+        """Let the layers of this rank's stages know which part of the sequence they see, and what they may
+        do meanwhile."""
+        self.overlap(model, program)
+        for stage in stages.values():
+            if isinstance(stage, StageModule):  # and not the model, whose forward knows no view
+                assign(stage, self._view, wrapping)
+        if self._hidden_padding is not None:
+            num_stages = step_program(self._mesh.plan, ties=False).stages
+            self._hidden_padding.connect(stages, num_stages, wrapping)
+        if self._mesh.plan.sequence and 0 in stages:
+            assert self.sharded is not None
+            first = listed_layers(stages[0])[0]
+            wrapping.after("sequence", first, SplitOutput(self.sharded.region.part, self._hidden_padding))
+
+    @property
+    def view(self) -> View:
+        """What layers see of a sequence."""
+        return self._view
+
+    def _make_view(self) -> View:
+        plan = self._mesh.plan
+        shared = AllToAllView if plan.attention == "all-to-all" else RingView
+        view: View = shared(self._context) if plan.context > 1 else View()
+        view.stretch = plan.tensor if plan.sequence else 1
+        return view
+
+    def _pad_hidden(self, not_causal: Sequence[str]) -> HiddenPadding | None:
+        plan = self._mesh.plan
+        if not plan.sequence or plan.context > 1:
+            return None
+        assert self.sharded is not None
+        by_heads = self.sharded.by_heads
+        return HiddenPadding(plan, self._view, not_causal, by_heads, routes_padding=self._routes_padding)
+
+    def take_part(self, batch: tuple[Any, Any]) -> LocalPart:
+        """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
+        length = self._padding.true_length(batch)
+        if length is not None:
+            by_heads = [] if self.sharded is None else self.sharded.by_heads
+            check_weight_masks(by_heads, self._mesh.plan, length)
+            if self._routes_padding:
+                check_gate_padding(self._mesh.plan, length)
+            batch = self._padding.pad(batch, length)
+        inputs, targets = batch
+        if self._context.size > 1:
+            take_local = partial(take, rank=self._context.rank, ranks=self._context.size)
+            inputs, targets = tree_map(lambda leaf: take_local(leaf) if has_positions(leaf) else leaf, batch)
+        return LocalPart(inputs, self._padding.targets(targets, length, num_samples(batch)), length)
+
+    def without_padding(self, output: Any, targets: LocalTargets) -> tuple[Any, Any]:
+        """What the model returned, and its targets, as the loss is to see them; inside of `around`."""
+        if self._hidden_padding is None:
+            return targets.without_padding(output, ignores=self._ignores)
+        return self._hidden_padding.without_padding(output, targets.values, ignores=self._ignores)
+
+    @contextmanager
+    def around(
+        self,
+        true_length: int | None,
+        shared: Mapping[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[None]:
+        """Around a forward pass: its layers know how long the sequence is, without padding, and what all of
+        them may ask for."""
+        self._view.true_length, self._view.shared = true_length, shared
+        try:
+            with scope():
+                yield
+        finally:
+            self._view.true_length, self._view.shared = None, {}
+
+    # Dropout and gates.
+
+    def _place_dropout(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
+        """Masks are those of one device: a dropout is told which part of the whole it is given."""
+        by_heads = [] if self.sharded is None else self.sharded.by_heads
+        inner = [] if self.sharded is None else self.sharded.inner
+        for module in keyed_modules(model):
+            if module in by_heads:
+                set_global_indices(module, self._heads)
+            elif self.by_layers:
+                split = self._mesh.plan.sequence and module not in before and module not in inner
+                set_global_indices(module, self._stream if split else self._positions)
+
+    def _place_gates(self, model: nn.Module, wrapping: Wrapping) -> None:
+        """Noise and capacity are those of one device: a gate is told which part of a sequence it sees."""
+        for gate in gates_of(model):
+            is_split = self.sees_part(gate)
+            stream = self._mesh.group("tensor") if is_split else None
+            numbers = self._stream if is_split else self._positions
+            wrapping.assign(gate, "positions", SharedPositions(numbers, self._context, stream, self._view))
+
+    def _heads(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._mesh.device) + count * self._mesh.position.tensor
+
+    def _positions(self, length: int) -> Tensor:
+        return positions(length, self._context.rank, self._context.size, self._mesh.device)
+
+    def _stream(self, length: int) -> Tensor:
+        """Of this rank's part along `context`, its part along `tensor`."""
+        plan = self._mesh.plan
+        return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
+
+
+def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    layers = listed_layers(model)
+    if not layers:
+        raise UserError(
+            f"plan '{mesh.plan}': {type(model).__name__} lists no layers, between which sequences are split; "
+            f"{how_to_list(model)}"
+        )
+    return layers

@@ -1,0 +1,160 @@
+"""Batches of sequences whose length is not divisible by the ranks that share them (`context`).
+
+A batch is padded at its end before ranks take their parts. Padding repeats the last position, so that a model
+computes nothing there that it would not compute elsewhere.
+
+    sequence of 6, context=2      rank 0   0 1 · ·        rank 1   2 3 4 5        · padding
+
+Attention is causal, so no true position sees the padding. The positions of a rank are in order, so its true
+ones come first. The loss is given these alone. Where only hidden states are split (`sequence`), see
+`hidden_padding`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from echelon.errors import UserError
+from echelon.nn.inputs import tensors_of
+from echelon.nn.targets import IGNORED_TARGET
+from echelon.parallel.context import count_before
+from echelon.plan import Plan
+
+
+class LocalTargets(NamedTuple):
+    """The targets of a rank's part of a microbatch, and which of its positions are no padding.
+
+    `share`: the part of all true positions that is on this rank, by which a plain mean counts.
+    """
+
+    values: Any
+    share: float
+    num_samples: int
+    num_true: int | None = None  # positions here that are no padding, the first ones; None: nothing is padded
+    num_positions: int = 0  # here, with padding
+
+    def without_padding(self, output: Any, *, ignores: bool) -> tuple[Any, Any]:
+        """What a model returned, and its targets, for the positions that are no padding; see `true_pair`."""
+        if self.num_true is None:
+            return output, self.values
+        targets = _cut(self.values, self.num_true)
+        return true_pair(output, targets, self.num_true, self.num_positions, ignores=ignores)
+
+
+def true_pair(
+    output: Any, targets: Any, num_true: int, num_positions: int, *, ignores: bool
+) -> tuple[Any, Any]:
+    """An output of `num_positions` positions and targets of the true ones, as a loss takes them.
+
+    A loss that `ignores` targets is given all of the output, which is large, with targets to ignore; any
+    other loss an output that is cut.
+    """
+    _check_positions(output, num_true, num_positions)
+    if ignores and isinstance(targets, Tensor) and targets.shape[1:] == (num_true,):
+        return output, F.pad(targets, (0, num_positions - num_true), value=IGNORED_TARGET)
+    return _cut(output, num_true), targets
+
+
+def _check_positions(output: Any, num_true: int, num_positions: int) -> None:
+    """Refuse an output from which padding cannot be cut."""
+    leaves = tensors_of(output)
+    if leaves and all(leaf.ndim > 1 and leaf.shape[1] == num_positions for leaf in leaves):
+        return
+    found = [list(leaf.shape) for leaf in leaves] or f"a {type(output).__name__} without known tensors"
+    raise UserError(
+        f"the model returned {found} for {num_positions} positions, of which {num_positions - num_true} are "
+        "padding: only an output of [samples, positions, …] can be cut for the loss; use sequences of a "
+        "length that ranks share evenly"
+    )
+
+
+class Padding:
+    """How a plan pads batches."""
+
+    def __init__(self, plan: Plan, context_rank: int) -> None:
+        self._plan, self._rank = plan, context_rank
+        parts = plan.context * plan.tensor if plan.sequence else 1
+        self._multiple = math.lcm(2 * plan.context, parts)
+
+    def true_length(self, batch: tuple[Any, Any]) -> int | None:
+        """The length of the sequences of a batch, if they are to be padded."""
+        if self._plan.context == 1:
+            return None
+        self._check_sequences(batch[0])
+        lengths: set[int] = {leaf.shape[1] for leaf in tree_leaves(batch) if has_positions(leaf)}
+        if not any(length % self._multiple for length in lengths):
+            return None
+        if len(lengths) > 1:
+            raise UserError(
+                f"plan '{self._plan}': tensors of the batch have {sorted(lengths)} positions in dim 1, and "
+                f"not all are divisible by {self._multiple}: which to pad is not clear; give all the same "
+                f"length, or lengths that are multiples of {self._multiple}"
+            )
+        (length,) = lengths
+        self._check_every_rank_has_some(length)
+        return length
+
+    def pad(self, structure: Any, length: int) -> Any:
+        """All sequences, of `length`, padded."""
+        padded = self._padded(length)
+        return tree_map(lambda leaf: pad_to(leaf, padded) if has_positions(leaf) else leaf, structure)
+
+    def targets(self, values: Any, length: int | None, num_samples: int) -> LocalTargets:
+        """The targets of this rank's part; `length`: of the whole sequence, if it is padded."""
+        if length is None:
+            return LocalTargets(values, 1 / self._plan.context, num_samples)
+        num_true = self._num_true(length, self._rank)
+        return LocalTargets(values, num_true / length, num_samples, num_true, self._num_positions(length))
+
+    def _num_true(self, length: int, rank: int) -> int:
+        return count_before(length, self._num_positions(length), rank, self._plan.context)
+
+    def _num_positions(self, length: int) -> int:
+        return self._padded(length) // self._plan.context
+
+    def _padded(self, length: int) -> int:
+        return next_multiple(length, self._multiple)
+
+    def _check_sequences(self, inputs: Any) -> None:
+        """Refuse a batch of vectors, whose features would be taken for positions."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if has_positions(leaf)]
+        if not tensors or any(leaf.ndim > 2 or not leaf.is_floating_point() for leaf in tensors):
+            return
+        raise UserError(
+            f"plan '{self._plan}': the inputs are vectors {[list(leaf.shape) for leaf in tensors]}; context "
+            "divides sequences, [samples, positions] of tokens or [samples, positions, features]: use data "
+            f"instead of context={self._plan.context}"
+        )
+
+    def _check_every_rank_has_some(self, length: int) -> None:
+        if all(self._num_true(length, rank) for rank in range(self._plan.context)):
+            return
+        raise UserError(
+            f"plan '{self._plan}': a sequence of {length} positions is too short: a rank would have only "
+            f"padding; use sequences of at least {self._multiple} positions, or a smaller context"
+        )
+
+
+def next_multiple(length: int, divisor: int) -> int:
+    return -(-length // divisor) * divisor
+
+
+def has_positions(leaf: Any) -> bool:
+    """Whether a leaf of a batch or an output is [samples, positions, …]."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 1
+
+
+def pad_to(x: Tensor, length: int) -> Tensor:
+    """`x` [samples, positions, …] with its last position repeated."""
+    missing = length - x.shape[1]
+    if missing == 0:
+        return x
+    return torch.cat([x, x[:, -1:].expand(-1, missing, *x.shape[2:])], 1)
+
+
+def _cut(structure: Any, length: int) -> Any:
+    return tree_map(lambda leaf: leaf[:, :length] if has_positions(leaf) else leaf, structure)

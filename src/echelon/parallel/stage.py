@@ -1,0 +1,225 @@
+"""A stage: one position of the pipeline on this rank, and the seam at which strategies meet.
+
+Its layers are called in order; its parameter sets are each shared in a way of their own (`Sharing`). The
+interpreter speaks to stages alone. What a rank does with all of its stages at once is in `LocalStages`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.nn.inputs import call_stage
+from echelon.parallel.data import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
+from echelon.parallel.power_iteration import iterated_modules, no_iteration
+from echelon.program import Program
+from echelon.state.ownership import LocalParameter, OwnedSlice
+
+
+@final
+class Stage:
+    """The layers of one stage, and how each of its parameter sets is shared."""
+
+    def __init__(self, index: int, module: nn.Module, sharings: Sequence[Sharing], buffers: Buffers) -> None:
+        self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
+        self._iterated = iterated_modules(module)
+        self._num_forwards = 0  # in this step
+        # Opened around the first forward pass of a training, if somebody wants to see what it does.
+        self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
+        # Around every forward pass, with its input, and around the loss, if somebody wants to see what
+        # they save.
+        self.during_forward: Callable[[Any], AbstractContextManager[None]] = _no_context
+        self.during_loss: Callable[[], AbstractContextManager[None]] = nullcontext
+        # When the passes of a step are over; ranks of the stage may communicate.
+        self.finish_passes: Callable[[], None] = _nothing
+        # Raises if layers that ran again in the first step returned something else.
+        self.check_second_runs: Callable[[], None] = _nothing
+        reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
+        for previous, following in pairwise(reducers):
+            following.follow(previous)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas talk during every microbatch, so that each must run the same number of them."""
+        return any(sharing.lockstep for sharing in self.sharings)
+
+    def start_step(self) -> None:
+        self._num_forwards = 0
+
+    def hold_iterations(self) -> None:
+        """Forward passes before the next step iterate nothing."""
+        self._num_forwards = 1
+
+    def forward(self, value: Any) -> Any:
+        self._num_forwards += 1
+        held = self._iterated if self._num_forwards > 1 else []
+        with no_iteration(held), self._watch(), self.during_forward(value):
+            return call_stage(self.module, value)
+
+    def _watch(self) -> AbstractContextManager[None]:
+        if self.first_forward is None or not torch.is_grad_enabled():
+            return nullcontext()
+        check, self.first_forward = self.first_forward, None
+        return check()
+
+    def start_backward(self, *, last: bool) -> None:
+        for sharing in self.sharings:
+            sharing.start_backward(last=last)
+
+    def start_early_backward(self) -> None:
+        """Gradients may come before the backward pass that reduces them: they only add up."""
+        for sharing in self.sharings:
+            if sharing.reducer is not None:
+                sharing.reducer.start_backward(reducing=False)
+
+    def finish_backward(self) -> None:
+        for sharing in self.sharings:
+            sharing.finish_backward()
+
+    def make_up_round(self, *, last: bool) -> None:
+        """Take part in a backward pass of other replicas, where they talk in every one. `last`: no other of
+        theirs follows in this step."""
+        for sharing in self.sharings:
+            if sharing.lockstep:
+                sharing.start_backward(last=last)
+                sharing.finish_backward()
+
+    def gather(self, *, backward: bool) -> None:
+        for sharing in self.sharings:
+            sharing.gather(backward=backward)
+
+    def free(self) -> None:
+        for sharing in self.sharings:
+            sharing.free()
+
+    @contextmanager
+    def second_run(self, layer: nn.Module) -> Iterator[None]:
+        """Around a layer's forward that runs again in the backward pass."""
+        with ExitStack() as around:
+            for sharing in self.sharings:
+                around.enter_context(sharing.second_run(layer))
+            yield
+
+    def abandon_pass(self) -> None:
+        """A pass has raised, and nobody runs the stage any more."""
+        for sharing in self.sharings:
+            sharing.abandon_pass()
+
+    def reduce(self) -> None:
+        """Return when the gradients of the stage are summed."""
+        for sharing in self.sharings:
+            sharing.start_reductions()
+        for sharing in self.sharings:
+            sharing.reduce()
+        sum_within_stage(self.sharings)
+
+    def publish(self) -> None:
+        """Bring new weights and buffers to all replicas."""
+        for sharing in self.sharings:
+            sharing.publish()
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        self._buffers.share()
+
+    def differing_buffers(self) -> list[str]:
+        """Buffers of which replicas that have run this step hold other values; all of them must ask."""
+        return self._buffers.differing(has_run=self._num_forwards > 0)
+
+    def describe(self) -> str:
+        """'stage 1: dense 1,234,567 parameters over data (2), Zero'."""
+        sets = "; ".join(
+            f"{sharing.parameter_set.describe()}, {type(sharing).__name__}" for sharing in self.sharings
+        )
+        return f"stage {self.index}: {sets}"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_context(_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@final
+@dataclass(frozen=True)
+class LocalStages:
+    """The stages of this rank; `program` is that of a step, which also says where every stage is."""
+
+    stages: Mapping[int, Stage]
+    program: Program
+    boundaries: list[int]  # the layers before which stages begin
+
+    @property
+    def sharings(self) -> list[Sharing]:
+        return [sharing for stage in self.stages.values() for sharing in stage.sharings]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [stage.module for stage in self.stages.values()]
+
+    @property
+    def lockstep(self) -> bool:
+        return any(stage.lockstep for stage in self.stages.values())
+
+    def trained(self) -> list[nn.Parameter]:
+        """The model's trained parameters, as the user's optimizer is to see them."""
+        return [p for sharing in self.sharings for _, p in sharing.parameter_set.trained]
+
+    def local_parameters(self) -> list[LocalParameter]:
+        return [local for sharing in self.sharings for local in sharing.local_parameters()]
+
+    def start_step(self) -> None:
+        for sharing in self.sharings:
+            sharing.start_step()
+
+    def sum_tied_gradients(self) -> None:
+        sum_tied(self.sharings)
+
+    def problem_flags(self, device: torch.device) -> Tensor:
+        """How many sharings found each `Problem` in this step."""
+        flags = torch.zeros(len(Problem), dtype=torch.float64, device=device)
+        for sharing in self.sharings:
+            for problem, flag in sharing.problems().items():
+                flags[list(Problem).index(problem)].add_(flag)
+        return flags
+
+    def norm_share(self) -> list[Tensor]:
+        return [gradient for sharing in self.sharings for gradient in sharing.norm_share()]
+
+    def publish(self) -> None:
+        for stage in self.stages.values():
+            stage.publish()
+
+    def share_buffers(self) -> None:
+        for stage in self.stages.values():
+            stage.share_buffers()
+
+    def reallocate(self) -> None:
+        for sharing in self.sharings:
+            sharing.reallocate()
+
+    def owned_weights(self) -> list[OwnedSlice]:
+        return [owned for sharing in self.sharings for owned in sharing.owned()]
+
+    def slices(self) -> Iterator[tuple[Sharing, LocalParameter]]:
+        """Each local parameter with the sharing that knows where it lies in the whole."""
+        for sharing in self.sharings:
+            for local in sharing.local_parameters():
+                yield sharing, local
+
+    def storages(self) -> Storages:
+        each = [sharing.storages() for sharing in self.sharings]
+        return Storages(
+            [tensor for storages in each for tensor in storages.parameters],
+            [tensor for storages in each for tensor in storages.gradients],
+        )
+
+    def close(self) -> None:
+        for sharing in self.sharings:
+            sharing.close()

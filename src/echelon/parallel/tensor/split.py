@@ -1,0 +1,233 @@
+"""Applies a table to a model: parameters become this rank's parts, and split modules communicate."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from echelon.collectives import Group
+from echelon.errors import raise_errors
+from echelon.nn.dropout import split_features
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.tensor.checks import find_errors
+from echelon.parallel.tensor.head_arguments import TakeHeads
+from echelon.parallel.tensor.modules import (
+    Column,
+    EnterFirst,
+    Experts,
+    PartlyWhole,
+    Row,
+    SplitModule,
+    VocabularyEmbedding,
+    is_matrix,
+    num_outputs,
+)
+from echelon.parallel.tensor.norms import SplitNorm
+from echelon.parallel.tensor.regions import Region
+from echelon.parallel.tensor.shards import cuts
+from echelon.parallel.tensor.styles import Style, Styles, Table
+from echelon.state.shards import Shard, part_of, replace_parameters
+
+_INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's part of the work
+
+
+def _is_inside(style: Style) -> bool:
+    """Whether its weights are whole on every rank, and used for this rank's part of the work."""
+    return style.word in _INSIDE or bool(style.whole)
+
+
+class Sharded(NamedTuple):
+    """How a model was split. The parameters that are not in `shards` are whole on every rank.
+
+    `partial`: every rank has a part of their gradient. `by_heads`: dropouts of this rank's heads. `inner`:
+    dropouts of this rank's features, which see the same part of the sequence as columns.
+    `vocabulary`: the size of that of logits, if a projection to logits is split by vocabulary.
+    """
+
+    region: Region
+    shards: dict[str, Shard]  # by the parameter's first name
+    partial: list[nn.Parameter]
+    replicated: list[nn.Parameter]
+    by_heads: list[nn.Module]
+    inner: list[nn.Module]
+    vocabulary: int | None
+
+    @property
+    def splits_logits(self) -> bool:
+        return self.vocabulary is not None
+
+
+def split_over(
+    model: nn.Module,
+    group: Group,
+    table: Table | None,
+    wrapping: Wrapping,
+    *,
+    sequence: bool,
+    whole_sequence: Sequence[nn.Module],
+    join_logits: bool,
+) -> Sharded:
+    """Split `model` in place. All ranks start from the same weights.
+
+    `whole_sequence`: the modules that get the whole sequence although hidden states are split along the
+    `sequence`. `join_logits`: the loss takes all logits.
+    """
+    styles = Styles(model, table)
+    style_of = _styles_by_module(model, styles)
+    whole = set(whole_sequence) if sequence else set(model.modules())
+    inside = {module for module, style in style_of.items() if _is_inside(style)}
+    partial = {module for module in model.modules() if module not in whole or module in inside}
+    errors = find_errors(
+        model, styles, style_of, group.size, partial=partial, whole_sequence=whole if sequence else None
+    )
+    raise_errors(f"tensor={group.size}", errors)
+    _divide_numbers(styles, group.size, wrapping)
+    region = Region(group, sequence=sequence)
+    first = Region(group, sequence=False) if sequence else region
+    vocabulary = _vocabulary_of_logits(style_of)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = _assign_parameters(model, style_of, partial, group)
+    enclosed = _enclosed(style_of)
+    for module in model.modules():
+        style = style_of.get(module, Style("replicated"))
+        if style.word == "inner":
+            split_features(module, group.rank, group.size)
+        entered = first if module in whole else region
+        _wrap(module, style, entered, join_logits, wrapping, enters=module not in enclosed)
+    for module, argument, heads in styles.arguments():
+        take = TakeHeads(module, argument, heads, group.rank, group.size)
+        wrapping.before("tensor", module, take, with_kwargs=True)
+    _leave_fused_paths(model, style_of, wrapping)
+    replace_parameters(
+        model, {parameter: part_of(parameter, shard) for parameter, shard in parameters.split.items()}
+    )
+    return Sharded(
+        region,
+        {names[parameter]: shard for parameter, shard in parameters.split.items()},
+        partial=parameters.partial,
+        replicated=parameters.replicated,
+        by_heads=_dropouts(style_of, "heads"),
+        inner=_dropouts(style_of, "inner"),
+        vocabulary=vocabulary,
+    )
+
+
+def _styles_by_module(model: nn.Module, styles: Styles) -> dict[nn.Module, Style]:
+    """The style of every module that has one, by any of its names. nn.Identity stands for a module that the
+    model was made without, and needs none."""
+    style_of: dict[nn.Module, Style] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        style = styles.of(name)
+        if style is not None and type(module) is not nn.Identity:
+            style_of.setdefault(module, style)
+    return style_of
+
+
+class _Parameters(NamedTuple):
+    """The parameters of a model: those that are split, and those that are whole on every rank."""
+
+    split: dict[nn.Parameter, Shard]
+    partial: list[nn.Parameter]
+    replicated: list[nn.Parameter]
+
+
+def _assign_parameters(
+    model: nn.Module, style_of: dict[nn.Module, Style], partial: Collection[nn.Module], group: Group
+) -> _Parameters:
+    split: dict[nn.Parameter, Shard] = {}
+    is_partial: dict[nn.Parameter, bool] = {}
+    for module in model.modules():
+        style = style_of.get(module, Style("replicated"))
+        shards = dict(_shards(module, style, group))
+        split |= shards
+        for parameter in module.parameters(recurse=False):
+            if parameter not in shards and style.word != "tied":
+                is_partial[parameter] = module in partial
+    return _Parameters(
+        split,
+        partial=[parameter for parameter, in_parts in is_partial.items() if in_parts],
+        replicated=[parameter for parameter, in_parts in is_partial.items() if not in_parts],
+    )
+
+
+def _dropouts(style_of: dict[nn.Module, Style], word: str) -> list[nn.Module]:
+    return [
+        module for module, style in style_of.items() if style.word == word and isinstance(module, _DropoutNd)
+    ]
+
+
+def _vocabulary_of_logits(style_of: dict[nn.Module, Style]) -> int | None:
+    """Of the largest projection to logits that is still whole, and is to be split."""
+    split = [module for module, style in style_of.items() if style.word == "vocabulary"]
+    return max((num_outputs(module) for module in split if is_matrix(module)), default=None)
+
+
+def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
+    """The parameters of a module that are split, and their shards."""
+    for cut in cuts(module, style):
+        parameter = getattr(module, cut.name)
+        if parameter is not None:
+            yield parameter, Shard(cut.dim, cut.sizes(parameter), group.rank, group.size)
+
+
+def _enclosed(style_of: dict[nn.Module, Style]) -> set[nn.Module]:
+    """The modules inside of those whose input enters for all of them."""
+    return {
+        inside
+        for module, style in style_of.items()
+        if style.word == "enclosed"
+        for inside in module.modules()
+    }
+
+
+def _wrap(
+    module: nn.Module,
+    style: Style,
+    region: Region,
+    join_logits: bool,
+    wrapping: Wrapping,
+    *,
+    enters: bool,
+) -> None:
+    """Make the module compute with its part of the weights."""
+    wrapper: SplitModule | None = None
+    if style.word == "column" and isinstance(module, nn.Embedding):
+        return  # it looks up its features of a row, as it is
+    if style.whole:
+        wrapper = PartlyWhole(module, region, style, enters=enters)
+    elif style.word == "column":
+        wrapper = Column(module, region, enters=enters)
+    elif style.word == "norm":
+        wrapper = SplitNorm(module, region)
+    elif style.word == "row":
+        wrapper = Row(module, region)
+    elif style.word == "experts":
+        wrapper = Experts(module, region)
+    elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
+        wrapper = VocabularyEmbedding(module, region)
+    elif style.word == "vocabulary":
+        wrapper = Column(module, region, joined=join_logits, vocabulary=num_outputs(module))
+    elif style.word in ("region", "enclosed"):
+        enter = EnterFirst(region, encloses=style.word == "enclosed")
+        wrapping.before("tensor", module, enter, with_kwargs=True)
+        wrapping.after("tensor", module, enter.after)
+    if wrapper is not None:
+        wrapping.wrap(wrapper)
+
+
+def _leave_fused_paths(model: nn.Module, style_of: dict[nn.Module, Style], wrapping: Wrapping) -> None:
+    """In evaluation torch's encoder layer passes its weights to one fused kernel, unless it has a hook."""
+    split = {module for module, style in style_of.items() if cuts(module, style)}
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and not split.isdisjoint(layer.modules()):
+            wrapping.before("tensor", layer, _nothing)
+
+
+def _nothing(_: nn.Module, __: Any) -> None:
+    pass
+
+
+def _divide_numbers(styles: Styles, ranks: int, wrapping: Wrapping) -> None:
+    for number in styles.numbers("divided"):
+        number.divide(ranks, wrapping)

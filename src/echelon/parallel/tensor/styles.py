@@ -1,0 +1,236 @@
+"""The tables of tensor parallelism: from the names of modules to what is done with them.
+
+    column          a matrix with its outputs split; its input is whole. An embedding by its features
+    column/3        the same, where it is three equal matrices in one (fused query, key and value)
+    column:8,2,2    the same, where they have so many heads (of query, key and value); numbers, or names of
+                    the model's config. '1 whole': every rank uses that part whole (one key for all heads)
+    row             a matrix with its inputs split; its output is summed over the ranks
+    vocabulary      an embedding, or the projection to logits, split by vocabulary
+    experts         the matrices of many experts, each split as column and row
+    replicated      whole on every rank, outside of what is split
+    heads           whole on every rank, for this rank's heads: a norm of each head, or a dropout of
+                    [batch, heads, …], whose dim 1 counts them
+    inner           whole on every rank, for this rank's features, between a column and a row: a dropout of
+                    [batch, …, features], in the order of one matrix, or one weight for all (PReLU)
+    norm            a norm over all features behind a column: its weight is split, ranks add up its sums
+    region          no weights of its own: its input is the input of all columns inside it
+    enclosed        no weights of its own: its input enters once, and all inside it is for this rank's heads
+    tied            its weights are those of modules inside it, which have styles
+
+for an argument of a module's forward, `blocks.*.attention(bias)`:
+
+    heads:8         it has a part for each of 8 heads: [batch, heads, …], or [batch · heads, …] of three dims
+
+and for integers of a module, or of the model's config:
+
+    divided         the module computes with this rank's part of it; `blocks.*.attention.config.heads`: the
+                    module reads it from a config, which stays as it is for all others
+    divisible       it must be a multiple of the ranks
+
+Names are patterns: `blocks.*.mlp.up`. The first that matches counts. Where hidden states are split along the
+sequence, all replicated modules behind the first layer work on a part of it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from echelon.errors import UserError, did_you_mean
+from echelon.nn.experts import Experts, Gate
+from echelon.nn.huggingface import CONFIG_LINES, TENSOR_TABLES
+from echelon.parallel.tensor.numbers import Number, find_numbers
+
+Table = Mapping[str, str]
+
+MODULE_WORDS = (
+    *("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "norm", "region", "enclosed"),
+    "tied",
+)
+NUMBER_WORDS = ("divided", "divisible")
+_WORDS = (*MODULE_WORDS, *NUMBER_WORDS)
+_PART = re.compile(r"(?P<count>\w+)(?P<whole> whole)?")
+_ARGUMENT = re.compile(r"(?P<module>.*)\((?P<argument>\w+)\)")
+
+
+class Style(NamedTuple):
+    """A word of a table.
+
+    A column may be several matrices in one, with sizes in the proportions of `parts`. These are numbers of
+    heads, if `heads`; every rank uses those of them whole that are in `whole`.
+    """
+
+    word: str
+    parts: tuple[int, ...] = (1,)
+    heads: bool = False
+    whole: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.heads:
+            marked = [f"{n} whole" if i in self.whole else str(n) for i, n in enumerate(self.parts)]
+            return f"{self.word}:{','.join(marked)}"
+        return self.word if len(self.parts) == 1 else f"{self.word}/{len(self.parts)}"
+
+    @classmethod
+    def read(cls, pattern: str, text: str, config: object = None) -> "Style":
+        """The style of a line; names of numbers are those of `config`."""
+        word, sign, rest = re.fullmatch(r"([^/:]*)([/:]?)(.*)", str(text), re.DOTALL).groups()  # type: ignore[union-attr]
+        is_argument = _ARGUMENT.fullmatch(pattern) is not None
+        if is_argument and (word != "heads" or sign != ":"):
+            raise UserError(
+                f"tensor: '{pattern}': '{text}' in the table: an argument of a forward can only be "
+                "'heads:8', with the number of all heads, or its name in the model's config"
+            )
+        if word not in _WORDS or (sign and word != "column" and not is_argument):
+            raise UserError(
+                f"tensor: '{pattern}': '{text}' in the table must be one of {', '.join(_WORDS)} (or column/3 "
+                "for three matrices in one, column:8,2,2 for matrices of so many heads)"
+                f"{did_you_mean(word, _WORDS)}"
+            )
+        if sign == ":":
+            return _read_heads(pattern, text, word, rest, config)
+        if sign and not (rest.isdecimal() and int(rest)):
+            raise UserError(
+                f"tensor: '{pattern}': '{text}' in the table: a column is 1 matrix or more; write 'column', "
+                "or 'column/3' for three in one"
+            )
+        return cls(word, (1,) * int(rest or 1))
+
+
+def _read_heads(pattern: str, text: str, word: str, rest: str, config: object) -> Style:
+    """'column:8,2 whole' as a style."""
+    parts, whole = [], []
+    for index, part in enumerate(rest.split(",")):
+        match = _PART.fullmatch(part.strip())
+        count = _count(match["count"], config) if match else None
+        if match is None or count is None:
+            raise UserError(
+                f"tensor: '{pattern}': '{text}' in the table: '{part.strip()}' must be a number of heads, or "
+                "the name of one in the model's config (with ' whole' behind it, if every rank uses all of "
+                "them): 'column:8,2,2'"
+            )
+        parts.append(count)
+        whole += [index] if match["whole"] else []
+    return Style(word, tuple(parts), heads=True, whole=tuple(whole))
+
+
+def _count(text: str, config: object) -> int | None:
+    """A positive number, or that of the config with this name."""
+    value = int(text) if text.isdecimal() else getattr(config, text, None)
+    return value if type(value) is int and value > 0 else None
+
+
+_ECHELON: Table = {
+    "config.heads": "divisible",
+    "config.num_kv_heads": "divisible",
+    "embedding.tokens": "vocabulary",
+    "embedding.positions": "replicated",
+    "embedding.dropout": "replicated",
+    "blocks.*.attention.query": "column",
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.*_norm": "heads",
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "blocks.*.mlp.shared.gate": "column",
+    "blocks.*.mlp.shared.up": "column",
+    "blocks.*.mlp.shared.down": "row",
+    "blocks.*.mlp.shared.expert.gate": "column",
+    "blocks.*.mlp.shared.expert.up": "column",
+    "blocks.*.mlp.shared.expert.down": "row",
+    "blocks.*.mlp.shared.weight": "replicated",
+    "blocks.*_norm": "replicated",
+    "blocks.*_dropout": "replicated",
+    "head.norm": "replicated",
+    "head.projection": "vocabulary",
+}
+
+# By the name of a model's class.
+TABLES: dict[str, Table] = {"GPT": _ECHELON, "Llama": _ECHELON, **TENSOR_TABLES}
+
+
+def known_table(model: nn.Module) -> Table:
+    """The table of a model's class; empty if there is none."""
+    known = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in TABLES), None)
+    if known is None:
+        return {}
+    lines = CONFIG_LINES[known](getattr(model, "config", None)) if known in CONFIG_LINES else {}
+    return {**lines, **{p: text for p, text in TABLES[known].items() if p not in lines}}
+
+
+def _styles_by_class(model: nn.Module) -> dict[str, Style]:
+    """By the name of the module: experts, and all that belongs to a gate."""
+    styles = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Experts):
+            styles[name] = Style("experts")
+        elif isinstance(module, Gate):
+            inside = module.named_modules(prefix=name, remove_duplicate=False)
+            styles |= {each: Style("replicated") for each, _ in inside}
+    return styles
+
+
+def _first_match(name: str, entries: Iterable[tuple[str, Style]]) -> Style | None:
+    return next((s for p, s in entries if s.word in MODULE_WORDS and fnmatchcase(name, p)), None)
+
+
+class Argument(NamedTuple):
+    """An argument of a module's forward that has a part for each of `heads`."""
+
+    module: nn.Module
+    name: str
+    heads: int
+
+
+class Styles:
+    """The styles of a model's modules: by the user's table, then by that of the model's class."""
+
+    def __init__(self, model: nn.Module, table: Table | None) -> None:
+        self._model = model
+        config = getattr(model, "config", None)
+        self._own = {pattern: Style.read(pattern, text, config) for pattern, text in (table or {}).items()}
+        self._by_class = _styles_by_class(model)
+        others = {p: Style.read(p, text, config) for p, text in known_table(model).items()}
+        self._entries = [*self._own.items(), *((p, s) for p, s in others.items() if p not in self._own)]
+
+    def of(self, name: str) -> Style | None:
+        """The style of the module `name`; None if no pattern matches. `*` matches dots too.
+
+        The gates and experts of a mixture of experts are known by their class; only the user's table comes
+        before that.
+        """
+        own = _first_match(name, self._own.items())
+        by_class = self._by_class.get(name) if own is None else None
+        return own or by_class or _first_match(name, self._entries)
+
+    def numbers(self, word: str) -> list[Number]:
+        """The numbers with style `word`, once each."""
+        patterns = [pattern for pattern, style in self._entries if style.word == word]
+        found = [number for pattern in patterns for number in find_numbers(self._model, pattern)]
+        return list({(id(number.owner), number.attribute): number for number in found}.values())
+
+    def arguments(self) -> list[Argument]:
+        """The arguments of modules that have a part for each head."""
+        return [
+            Argument(module, match["argument"], style.parts[0])
+            for pattern, style in self._entries
+            if (match := _ARGUMENT.fullmatch(pattern))
+            for name, module in self._model.named_modules()
+            if fnmatchcase(name, match["module"])
+        ]
+
+    def unused(self) -> list[tuple[str, Style]]:
+        """The lines of the user's table that match nothing of the model."""
+        names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
+
+        def matches(pattern: str, style: Style) -> bool:
+            if style.word in NUMBER_WORDS:
+                return any(True for _ in find_numbers(self._model, pattern))
+            argument = _ARGUMENT.fullmatch(pattern)
+            return any(fnmatchcase(name, argument["module"] if argument else pattern) for name in names)
+
+        return [(pattern, style) for pattern, style in self._own.items() if not matches(pattern, style)]

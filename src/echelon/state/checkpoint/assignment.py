@@ -1,0 +1,85 @@
+"""Which rank writes what into which file, and the manifest that says so.
+
+Every rank knows it of all ranks, so that reports are short: sizes, hashes and numbers. Of the same lists of
+slices it is always the same, and is kept from one save to the next.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from echelon.collectives import Group
+from echelon.state.assembly import exchange_slices
+from echelon.state.checkpoint.file_image import FileLayout, lay_out
+from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
+from echelon.state.checkpoint.part import share_out
+from echelon.state.ownership import ENGINE, OwnedSlice, Slice
+from echelon.state.weight_files.tensor_file_writer import TensorEntry, check_types
+
+
+class Assignment(NamedTuple):
+    """By rank: the files it writes, and the numbers it reports. `signature`: of what this rank owns."""
+
+    signature: str
+    layouts: list[list[FileLayout]]
+    numbers: list[list[Slice]]
+
+
+def signature(owned: Sequence[OwnedSlice]) -> str:
+    """The same for the same boxes of the same types."""
+    found = hashlib.sha256()
+    for each in owned:
+        found.update(repr((tuple(each.slice), each.tensor.dtype)).encode())
+    return found.hexdigest()
+
+
+def assign(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> Assignment:
+    """Exchange what all ranks own, and share it out; all of them must call this."""
+    lists = exchange_slices(owned, group, device)
+    dtypes: dict[Slice, torch.dtype] = {
+        box.slice: getattr(torch, box.dtype) for of_rank in lists for box in of_rank
+    }
+    written = share_out(lists)
+    tensors = [[(box, dtypes[box]) for box in of_rank if not _is_number(box)] for of_rank in written]
+    check_types(
+        "what is saved",
+        [TensorEntry(f"{b.name} ({b.part})", b.sizes, dtype) for of_rank in tensors for b, dtype in of_rank],
+    )
+    return Assignment(
+        signature(owned),
+        [lay_out(rank, of_rank) for rank, of_rank in enumerate(tensors)],
+        [[box for box in of_rank if _is_number(box)] for of_rank in written],
+    )
+
+
+def _is_number(box: Slice) -> bool:
+    """The engine's own counters stand in the manifest."""
+    return box.name == ENGINE and not box.shape
+
+
+def joined(
+    about: Manifest, assignment: Assignment, reports: Sequence[Any], stored_name: Callable[[str], str]
+) -> Manifest:
+    """The manifest, of what all ranks have reported."""
+    tensors: dict[str, dict[str, TensorRecord]] = {}
+    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
+    for layout in (layout for of_rank in assignment.layouts for layout in of_rank):
+        for box, dtype, tensor, _ in layout.boxes:
+            pieces.setdefault((box.name, box.part), []).append(
+                PieceRecord(stored_name(layout.name), tensor, box.offsets, box.sizes)
+            )
+            name = str(dtype).removeprefix("torch.")
+            tensors.setdefault(box.name, {})[box.part] = TensorRecord(box.shape, name, ())
+    numbers: dict[str, Number] = {}
+    files: dict[str, FileRecord] = {}
+    for report in reports:
+        numbers |= report["numbers"]
+        files |= {name: FileRecord(*record) for name, record in report["files"].items()}
+    placed = {
+        name: {part: replace(record, pieces=tuple(pieces[name, part])) for part, record in parts.items()}
+        for name, parts in tensors.items()
+    }
+    return replace(about, tensors=placed, numbers=numbers, files=files)

@@ -1,0 +1,40 @@
+"""Copies of the state of ranks in memory that outlives them, so that a lost rank costs seconds.
+
+    /dev/shm/echelon-memory-1000-4f0c…/       of one run, on one host; for this user alone
+        owner                                 the process that removes it, and the folder of the run
+        generation-0/
+            rank-00000.safetensors            all that rank 0 owns, shared with no other rank
+            rank-00000.00000100-5d2e….json    its manifest: step 100, of one save; the file is whole
+            rank-00002.safetensors            the copy of a rank of another host
+        generation-1/                         the same, of the save before or after it
+
+folder       where the files of a run are, and which are there; folders that nobody needs are removed
+hosts        whose copy goes where, and which are sent back
+mapped_file  a file in memory, which is written like a tensor
+rank_file    what a rank owns, in its file
+exchange     files between hosts, in pieces, over a group of their own
+keeper       all of it, for an engine: save every so many steps, find the newest that is whole
+room         whether there is memory enough
+to_disk      all of it as a checkpoint on disk, where nobody will go on from memory
+"""
+
+from echelon.state.checkpoint.copies.folder import (
+    DAYS_KEPT,
+    MemoryFolder,
+    forget_all,
+    newest_step_here,
+    remove_dead_folders,
+)
+from echelon.state.checkpoint.copies.keeper import FoundCopies, MemoryCopies
+from echelon.state.checkpoint.copies.to_disk import HostCopies
+
+__all__ = [
+    "DAYS_KEPT",
+    "FoundCopies",
+    "HostCopies",
+    "MemoryCopies",
+    "MemoryFolder",
+    "forget_all",
+    "newest_step_here",
+    "remove_dead_folders",
+]

@@ -1,0 +1,329 @@
+"""The copies of an engine's state in memory: saved every so many steps, and found again after a fault.
+
+save    each rank copies all that it owns to a file in memory; a thread hashes it, and sends it to the
+        next host. The generation before it stays until all ranks have said, at the next save, that this
+        one is whole
+find    ranks list what their hosts have, and agree on the newest generation of which there is the file of
+        every rank; who has lost its own gets it from the host that keeps its copy
+"""
+
+import json
+import math
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives import Group
+from echelon.errors import UserError
+from echelon.launching import beat
+from echelon.launching.group import agree_on_every_rank, check_on_every_rank
+from echelon.launching.messages.byte_collectives import all_gather_bytes
+from echelon.state.assembly import RankSlice, exchange_slices
+from echelon.state.checkpoint.assignment import signature
+from echelon.state.checkpoint.copies import exchange, rank_file
+from echelon.state.checkpoint.copies.exchange import RankCopy
+from echelon.state.checkpoint.copies.folder import (
+    Entry,
+    MemoryFolder,
+    file_name,
+    generation_of,
+    host_name,
+    step_of,
+    write_small,
+)
+from echelon.state.checkpoint.copies.hosts import Found, Sending, receivers, sendings, whole_generations
+from echelon.state.checkpoint.copies.mapped_file import MappedFile
+from echelon.state.checkpoint.copies.room import num_files, refuse_small_disk
+from echelon.state.checkpoint.file_image import FileLayout
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.manifest_text import OtherVersionError
+from echelon.state.checkpoint.saved import SavedState
+from echelon.state.ownership import OwnedSlice
+
+Say = Callable[[str], None]
+
+_DAMAGED, _OTHER_PLAN, _OTHER_VERSION = "damaged", "other plan", "other version"
+
+
+class FoundCopies(NamedTuple):
+    """This rank's state, of a generation that is whole. `received`: the ranks that had lost theirs."""
+
+    step: int
+    generation: str
+    saved: SavedState
+    received: tuple[int, ...]
+
+
+@final
+class MemoryCopies:
+    """Of one run, on one rank; all ranks call the same. `group` is that of all ranks."""
+
+    def __init__(self, folder: MemoryFolder, plan: str, group: Group, device: torch.device) -> None:
+        self._folder, self._plan, self._group, self._device = folder, plan, group, device
+        self._hosts = [str(host) for host in self._gather(host_name(folder.path))]
+        self._receivers = receivers(self._hosts)
+        self._network = dist.new_group(backend="gloo") if len(set(self._hosts)) > 1 else None
+        self._files: dict[Path, MappedFile] = {}
+        self._signature, self._lists = "", list[list[RankSlice]]()
+        self._kept: str | None = None  # the newest generation that all ranks have
+        self._written: str | None = None  # that which the thread writes, or has written
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def check_room(self, rank_bytes: float) -> None:
+        """Refuse a RAM disk that is too small for states of so many bytes at least, on every rank."""
+        host = self._hosts[self._group.rank]
+        files = num_files(host, self._hosts, self._receivers)
+        check_on_every_rank(lambda: refuse_small_disk(self._folder, rank_bytes, files))
+
+    # Save.
+
+    def save(self, step: int, owned: Sequence[OwnedSlice], about: Manifest) -> None:
+        """Keep a copy of what this rank owns; returns when it is made, and not yet hashed or sent."""
+        generation, is_same = self._begin(step, signature(owned))
+        if not is_same:
+            self._lists = exchange_slices(owned, self._group, self._device)
+            self._signature = signature(owned)
+        numbers = {
+            name: value for row in self._gather(rank_file.own_numbers(owned)) for name, value in row.items()
+        }
+        layout = rank_file.layout_of(self._group.rank, owned)
+        slots = []
+
+        def copy() -> None:
+            slots.append(self._folder.free_slot(self._group.rank, self._kept))
+            rank_file.fill(self._room(slots[0], self._group.rank, layout.size), layout, owned)
+
+        check_on_every_rank(copy)
+        manifest = rank_file.describe_file(about, self._lists, layout, numbers)
+        self._start(generation, slots[0], layout, manifest)
+
+    def _begin(self, step: int, owned_now: str) -> tuple[str, bool]:
+        """A name for the generation, and whether all ranks own what they did. The one before is whole now."""
+
+        def report() -> bool:
+            self._wait()
+            return self._signature == owned_now
+
+        token, is_same = agree_on_every_rank(report, lambda same: [secrets.token_hex(8), all(same)])
+        self._kept = self._written or self._kept
+        return generation_of(step, str(token)), bool(is_same)
+
+    def _start(self, generation: str, slot: int, layout: FileLayout, manifest: Manifest) -> None:
+        kept, memory = self._kept, self._room(slot, self._group.rank, layout.size)
+
+        def work() -> None:
+            copy, errors = None, list[Exception]()
+            try:
+                data = rank_file.with_hash(manifest, layout, memory).as_bytes()
+                self._write_manifest(Entry(self._group.rank, generation, slot), data)
+                copy = RankCopy(rank_file.as_tensor(data), memory)
+            except Exception as error:
+                errors.append(error)
+            try:  # in any case: other hosts wait for it
+                self._send_on(generation, copy, kept)
+            except Exception as error:
+                errors.append(error)
+            self._error = errors[0] if errors else None
+
+        self._written = generation
+        self._thread = threading.Thread(target=work, name="echelon-memory-copy", daemon=True)
+        self._thread.start()
+
+    def _write_manifest(self, entry: Entry, data: bytes) -> None:
+        path = self._folder.manifest(entry)
+        try:
+            write_small(path, data)
+        except OSError as error:
+            raise UserError(
+                f"keep='memory': {path} cannot be written: {error.strerror or error}; keep=2 is for "
+                "checkpoints on disk"
+            ) from error
+
+    def _send_on(self, generation: str, copy: RankCopy | None, kept: str | None) -> None:
+        """Send this rank's file, or that there is none, to the next host, and keep those of others."""
+        receiver = self._receivers[self._group.rank]
+        if receiver is None or self._network is None:
+            return
+        if copy is None:
+            sent = exchange.send_none(receiver, self._network)
+        else:
+            sent = exchange.send(copy, receiver, self._network)
+        errors: list[UserError] = []
+        for source in [rank for rank, each in enumerate(self._receivers) if each == self._group.rank]:
+            try:
+                self._receive(source, source, generation, kept)
+            except UserError as error:  # the others are sending
+                errors.append(error)
+        for work in sent:
+            work.wait()
+        if errors:
+            raise errors[0]
+
+    def _receive(self, source: int, rank: int, generation: str, kept: str | None) -> None:
+        """Receive the file of `rank` from `source`, and write its manifest when it is whole."""
+        assert self._network is not None
+        slot = self._folder.free_slot(rank, kept)
+        copy = exchange.receive(lambda size: self._room(slot, rank, size), source, self._network)
+        self._write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
+
+    def _room(self, slot: int, rank: int, size: int) -> Tensor:
+        """The memory of a file."""
+        path = self._folder.file(slot, rank)
+        if path not in self._files or self._files[path].size != size:
+            self._files.pop(path, None)
+            self._files[path] = MappedFile(path, size)
+        return self._files[path].memory
+
+    def finish(self) -> None:
+        """Return when the last generation is whole on all ranks; raises what went wrong on any of them."""
+        check_on_every_rank(self._wait)
+        self._kept = self._written or self._kept
+
+    def _wait(self) -> None:
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(1.0)
+            beat()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            self._written = None
+            raise error
+
+    # Find.
+
+    def find(self, say: Say, *, before: float = math.inf) -> FoundCopies | None:
+        """The newest generation from before a step that is whole, with every hash compared; None if there is
+        none.
+
+        Nothing is loaded by this. What is damaged, or of another plan, is named to `say`. Copies of another
+        version are an error: they may be whole.
+        """
+        given_up: set[str] = set()
+        received: tuple[int, ...] = ()
+        while True:
+            found: list[Found] = self._gather(self._held())
+            early = [name for name in whole_generations(found) if step_of(name) < before]
+            candidates = [name for name in early if name not in given_up]
+            if not candidates:
+                return None
+            generation = candidates[0]
+            missing = sendings(generation, found)
+            attempt = self._open(generation, missing)
+            if self._is_refused(generation, attempt, given_up, say):
+                continue
+            if missing:
+                received = tuple(each.receiver for each in missing)
+                attempt = self._send_back(generation, missing, attempt)
+                if self._is_refused(generation, attempt, given_up, say):
+                    given_up.add(generation)
+                    continue
+            assert attempt.saved is not None
+            return FoundCopies(step_of(generation), generation, attempt.saved, received)
+
+    def keep_only(self, found: FoundCopies | None) -> None:
+        """Training goes on from these, or from somewhere else: other generations are of no use any more."""
+        self._kept, self._written = (None if found is None else found.generation), None
+        for entry in self._folder.entries():
+            if entry.generation != self._kept:
+                self._folder.forget(entry)
+
+    def steps(self) -> list[int]:
+        """Of which generations there is the file of every rank, newest first."""
+        return [step_of(name) for name in whole_generations(self._gather(self._held()))]
+
+    def _held(self) -> dict[str, list[int]]:
+        """By generation, whose files this host has."""
+        held: dict[str, list[int]] = {}
+        for entry in self._folder.entries():
+            held.setdefault(entry.generation, []).append(entry.rank)
+        return held
+
+    def _entry(self, rank: int, generation: str) -> Entry | None:
+        found = [
+            each for each in self._folder.entries() if (each.rank, each.generation) == (rank, generation)
+        ]
+        return found[0] if found else None
+
+    def _open(self, generation: str, missing: Sequence[Sending]) -> "_Attempt":
+        """This rank's own file, if it is here, and those that it sends to others; none that is damaged."""
+        attempt = _Attempt()
+        wanted = [self._group.rank, *(each.receiver for each in missing if each.sender == self._group.rank)]
+        for rank in wanted:
+            entry = self._entry(rank, generation)
+            if entry is None:
+                continue
+            try:
+                saved = rank_file.open_rank_file(self._folder.manifest(entry), self._plan, self._group.size)
+            except rank_file.OtherPlanError as error:
+                attempt.errors.append([str(error), _OTHER_PLAN])
+                return attempt
+            except OtherVersionError as error:
+                attempt.errors.append([str(error), _OTHER_VERSION])
+                return attempt
+            except UserError as error:
+                self._folder.forget(entry)
+                attempt.errors.append([str(error), _DAMAGED])
+                continue
+            if rank == self._group.rank:
+                attempt.saved = saved
+            else:
+                attempt.sent[rank] = self._copy(entry, saved)
+        return attempt
+
+    def _copy(self, entry: Entry, saved: SavedState) -> RankCopy:
+        size = saved.manifest.files[file_name(entry.rank)].bytes
+        data = rank_file.as_tensor(self._folder.manifest(entry).read_bytes())
+        return RankCopy(data, self._room(entry.slot, entry.rank, size))
+
+    def _send_back(self, generation: str, missing: Sequence[Sending], before: "_Attempt") -> "_Attempt":
+        """Files go to the ranks that have lost them, which open them."""
+        assert self._network is not None, "a file that this host has is not missing on it"
+        sent = [
+            work for rank, copy in before.sent.items() for work in exchange.send(copy, rank, self._network)
+        ]
+        attempt = before
+        for sender in [each.sender for each in missing if each.receiver == self._group.rank]:
+            try:
+                self._receive(sender, self._group.rank, generation, generation)
+                attempt = self._open(generation, ())
+            except UserError as error:
+                attempt = _Attempt()
+                attempt.errors.append([str(error), _DAMAGED])
+        for work in sent:
+            work.wait()
+        return attempt
+
+    def _is_refused(self, generation: str, attempt: "_Attempt", given_up: set[str], say: Say) -> bool:
+        """Whether any rank has found an error; each is said once. Another version is raised on all ranks."""
+        errors = [error for row in self._gather(attempt.errors) for error in row]
+        other_versions = [text for text, kind in errors if kind == _OTHER_VERSION]
+        if other_versions:
+            raise OtherVersionError(other_versions[0])
+        said = errors[:1] + [error for error in errors[1:] if error[1] != _OTHER_PLAN]
+        for text in dict.fromkeys(text for text, _ in said):
+            say(text)
+        if any(kind == _OTHER_PLAN for _, kind in errors):
+            given_up.add(generation)
+        return bool(errors)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Plain data of every rank, in rank order."""
+        if self._group.size == 1:
+            return [value]
+        return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
+
+
+class _Attempt:
+    """What a rank has opened of a generation, and what was wrong: each text with its kind."""
+
+    def __init__(self) -> None:
+        self.saved: SavedState | None = None
+        self.sent: dict[int, RankCopy] = {}
+        self.errors: list[list[str]] = []

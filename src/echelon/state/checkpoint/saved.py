@@ -1,0 +1,183 @@
+"""A checkpoint that is there: any box of any of its tensors can be read, whatever the plan that saved it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.errors import DamagedError, UserError
+from echelon.state.checkpoint.fetching import CheckpointFiles, files_at, report_read_errors
+from echelon.state.checkpoint.file_checks import check_hash, check_size, checked_header, share_files
+from echelon.state.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
+from echelon.state.checkpoint.manifest_reader import dtype_of
+from echelon.state.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
+from echelon.state.checkpoint.regular_file import no_links, read_regular
+from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice
+from echelon.state.weight_files.pieces import Piece, Window, read_pieces, whole
+from echelon.state.weight_files.tensor_file import StoredTensor, read_box
+
+
+class SavedTensor(NamedTuple):
+    """What a checkpoint says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@final
+class SavedState:
+    """The contents of a checkpoint's folder. Tensors are read when they are asked for, by boxes."""
+
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, fingerprint: str = "") -> None:
+        self._files, self.manifest, self.fingerprint = files, manifest, fingerprint
+        self.path = files.path
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SavedState":
+        """Read the manifest, and compare the sizes of files. Raises a UserError that names the file if
+        anything is wrong; `verify` compares hashes."""
+        files = files_at(path)
+        saved = cls(files, *_read_manifest(files.file(MANIFEST, MOST_BYTES)))
+        for name, record in saved.manifest.files.items():
+            files.check_size(name, record)
+        return saved
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare the hashes and the headers of files with the manifest: of this rank's share, where several
+        verify a checkpoint together."""
+        names = list(self.manifest.files)
+        for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
+            check_hash(self._file(name), self.manifest.files[name])
+            self._header(name)
+
+    def _file(self, name: str) -> Path:
+        """A file of the size in the manifest, on this machine."""
+        record = self.manifest.files[name]
+        path = self._files.file(name, record.bytes)
+        check_size(path, record)
+        return path
+
+    def parts(self, name: str) -> dict[str, SavedTensor]:
+        """What there is of a tensor: its value, its master, the optimizer's state."""
+        records = self.manifest.tensors.get(name, {})
+        return {part: _described(record) for part, record in records.items()}
+
+    def value_part(self, name: str, dtype: torch.dtype) -> str:
+        """What a weight of this type is read from: its value, or where that is of another type, the float32
+        master it was rounded from."""
+        parts = self.parts(name)
+        return MASTER if MASTER in parts and parts[VALUE].dtype != dtype else VALUE
+
+    def read(self, box: Slice, out: Tensor) -> None:
+        """Fill `out`, on any device and of any type, with the box of a tensor."""
+        record = self.manifest.tensors[box.name][box.part]
+        pieces = [
+            Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
+        ]
+        dtype = _described(record).dtype
+        is_read_in_place = out.is_cpu and out.dtype == dtype
+        values = out if is_read_in_place else torch.empty(box.sizes, dtype=dtype)
+        read_pieces(pieces, box, values, self._read_stored)
+        if not is_read_in_place:
+            out.copy_(values)
+
+    def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
+        file, _, name = stored.partition("/")
+        with report_read_errors(str(self._files.path / file)):
+            read_box(self._header(file)[name], window, out, opener=no_links)
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            path = self._file(file)
+            self._headers[file] = checked_header(path, self._expected.get(file, {}))
+        return self._headers[file]
+
+    @cached_property
+    def _expected(self) -> dict[str, dict[str, SavedTensor]]:
+        """What the manifest says of the tensors in each file."""
+        expected: dict[str, dict[str, SavedTensor]] = {}
+        for parts in self.manifest.tensors.values():
+            for record in parts.values():
+                for piece in record.pieces:
+                    described = SavedTensor(piece.sizes, dtype_of(record.dtype))
+                    expected.setdefault(piece.file, {})[piece.tensor] = described
+        return expected
+
+
+def _read_manifest(path: Path) -> tuple[Manifest, str]:
+    """With a hash of all of it."""
+    data = read_regular(path, MOST_BYTES)
+    try:
+        return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
+    except UserError as error:
+        kind = UserError if isinstance(error, OtherVersionError) else DamagedError
+        raise kind(f"{path}: {error.title}", error.errors) from error
+
+
+def _described(record: TensorRecord) -> SavedTensor:
+    return SavedTensor(record.shape, dtype_of(record.dtype))
+
+
+@final
+class SavedParameter:
+    """What a checkpoint has of a parameter, as a rank needs it that updates a part of it, or all.
+
+    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one. Without `state`, the
+    optimizer's is as if there were none.
+    """
+
+    def __init__(
+        self,
+        saved: SavedState,
+        name: str,
+        boxes: Callable[[Tensor], Sequence[OwnedSlice]],
+        *,
+        state: bool = True,
+    ) -> None:
+        self._saved, self.name, self._boxes = saved, name, boxes
+        parts = saved.parts(name)
+        self.parts = {part: each for part, each in parts.items() if state or part in (VALUE, MASTER)}
+        self.numbers = saved.manifest.state_numbers.get(name, {}) if state else {}
+
+    @property
+    def state_parts(self) -> list[str]:
+        """The parts that are state of an optimizer, and tensors."""
+        return sorted(self.parts.keys() - {VALUE, MASTER})
+
+    def is_by_element(self, part: str) -> bool:
+        """Whether it has one number for each element of the parameter; else it belongs to all of it."""
+        return self.parts[part].shape == self.parts[VALUE].shape
+
+    def fill(self, part: str, out: Tensor) -> None:
+        """Fill a tensor like the local parameter with this rank's elements of a part; padding is zeros."""
+        boxes = self._boxes(out)
+        if sum(each.slice.numel for each in boxes) != out.numel():
+            out.zero_()
+        for each in boxes:
+            self._saved.read(each.slice._replace(part=part), each.tensor)
+
+    def fill_value(self, out: Tensor) -> None:
+        """Fill a tensor like the local parameter with this rank's elements of the weight."""
+        self.fill(self._saved.value_part(self.name, out.dtype), out)
+
+    def whole(self, part: str) -> Tensor:
+        """All of a part, in host memory."""
+        saved = self.parts[part]
+        out = torch.empty(saved.shape, dtype=saved.dtype)
+        origin, sizes = whole(saved.shape)
+        self._saved.read(Slice(self.name, part, saved.shape, origin, sizes), out)
+        return out
+
+    def has_finer(self, dtype: torch.dtype) -> bool:
+        """Whether a weight of this type lacks bits that are here."""
+        return self.parts[self.finest].dtype != dtype
+
+    @property
+    def finest(self) -> str:
+        """The part with all bits of the weight: its float32 master, if there is one."""
+        return MASTER if MASTER in self.parts else VALUE

@@ -1,0 +1,138 @@
+"""A copy of what a rank writes, in host memory that is kept for the next one: training goes on behind it.
+
+The memory holds the files as they will be, so that they are written from it without another copy. To ask the
+system for it again would cost more than to fill it.
+
+What the next step changes only at its end, when it updates, may be copied while that step computes:
+
+    training    save | forward, backward                 | update
+    now              | buffers                           |
+    later            | weights, optimizer state          |      a thread, or a stream of the device
+
+`Snapshot.wait` is called by the thread that writes the files, `before_changes` by the training, between its
+backward pass and its update.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.state.checkpoint.direct_file import aligned_memory, round_up
+from echelon.state.checkpoint.file_image import FileLayout, as_bytes
+from echelon.state.ownership import Slice
+
+Later = Callable[[Slice], bool]
+
+
+def nothing(_: Slice) -> bool:
+    return False
+
+
+class _Copy(NamedTuple):
+    """One tensor, and where its bytes go."""
+
+    name: str
+    tensor: Tensor
+    memory: Tensor
+    version: int  # torch counts the changes of a tensor
+
+    def make(self) -> None:
+        self.memory.copy_(as_bytes(self.tensor), non_blocking=self.memory.is_pinned())
+
+    @property
+    def has_changed(self) -> bool:
+        return self.tensor._version != self.version
+
+
+@final
+class SnapshotMemory:
+    """Host memory for one snapshot, pinned for copies from a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+
+    def take(
+        self, layouts: Sequence[FileLayout], tensor_of: Callable[[Slice], Tensor], later: Later = nothing
+    ) -> "Snapshot":
+        """The bytes of each file. What is not copied `later` is copied now, or, on a GPU, before anything
+        that the device is told to do from now on."""
+        sizes = [round_up(layout.size) for layout in layouts]
+        is_gpu = self._device.type == "cuda"
+        if sum(sizes) > len(self._memory):
+            self._memory = aligned_memory(sum(sizes), pinned=is_gpu)
+        files = list(self._memory[: sum(sizes)].split(sizes))
+        rest = []
+        for layout, memory in zip(layouts, files, strict=True):
+            memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            for box in layout.boxes:
+                tensor = tensor_of(box.slice).detach()
+                part = memory[box.begin : box.begin + box.nbytes]
+                copy = _Copy(f"{box.slice.name} ({box.slice.part})", tensor, part, tensor._version)
+                if later(box.slice):
+                    rest.append(copy)
+                else:
+                    copy.make()
+        return Snapshot(files, rest, self._copy_on_device(rest) if is_gpu else None, self._device)
+
+    def _copy_on_device(self, rest: Sequence[_Copy]) -> torch.cuda.Event:
+        """Copies that the device makes beside what it is told from now on; the event comes after all."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for copy in rest:
+                if not copy.tensor.is_cpu:
+                    copy.make()
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied
+
+
+@final
+class Snapshot:
+    """The files of one save, of which `rest` is still to be copied: up to an event what is on a device, by
+    `wait` what is not."""
+
+    def __init__(
+        self,
+        files: Sequence[Tensor],
+        rest: Sequence[_Copy],
+        copied_on_device: torch.cuda.Event | None,
+        device: torch.device,
+    ) -> None:
+        self.files, self._rest, self._copied_on_device, self._device = files, rest, copied_on_device, device
+        self._is_host_copied = threading.Event()
+        self._lock, self._is_compared = threading.Lock(), False
+        self.changed: list[str] = []  # what somebody else than the engine's steps has changed
+
+    def wait(self) -> None:
+        """In the thread that writes: return when all is copied."""
+        try:
+            for copy in self._rest:
+                if copy.tensor.is_cpu:
+                    copy.make()
+        finally:
+            self._is_host_copied.set()
+        if self._copied_on_device is not None:
+            self._copied_on_device.synchronize()
+        self._compare()
+        self._rest = ()
+
+    def before_changes(self) -> None:
+        """In the training: what it does from now on comes after the copies."""
+        self._compare()
+        self._is_host_copied.wait()
+        if self._copied_on_device is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied_on_device)
+
+    def _compare(self) -> None:
+        """Once, before the update."""
+        with self._lock:
+            if not self._is_compared:
+                self.changed = [copy.name for copy in self._rest if copy.has_changed]
+                self._is_compared = True

@@ -1,0 +1,285 @@
+"""Where a checkpoint is written: everything goes to a temporary place, which gets its name when it is whole.
+
+    runs/a/.step-100.5f2c91aa.part/    rank-00000.safetensors, …, manifest.json; .writing is locked by rank 0
+    runs/a/step-100/                   the same folder, renamed
+
+So a folder with a final name is whole. The lock is the kernel's: it is gone with the process that held it.
+So the next save can tell a folder that nobody writes to any more, and removes it.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from echelon.errors import UserError
+from echelon.state.bounded_json import parse_json
+from echelon.state.checkpoint.direct_file import DirectFile
+from echelon.state.checkpoint.manifest import MANIFEST, FileRecord
+from echelon.state.checkpoint.manifest_text import FORMAT, MOST_BYTES, MOST_VALUES, from_bytes
+from echelon.state.checkpoint.part_writer import Sink
+from echelon.state.checkpoint.regular_file import no_links, open_regular, read_regular
+from echelon.state.checkpoint.storage_errors import as_folder, is_url
+from echelon.state.checkpoint.swap import remove_standby, replace_folder
+from echelon.state.disk_sync import sync_path
+
+_LOCK = ".writing"
+_SUFFIX = ".part"
+_FILE = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
+_FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
+
+Report = dict[str, Any]  # what a rank has written, as JSON
+
+
+class Target(ABC):
+    """One checkpoint that is being written. Rank 0 begins and commits; every rank writes files."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Rank 0: refuse a place where something else is, and prepare it."""
+
+    @abstractmethod
+    def stored_name(self, name: str) -> str:
+        """What the file `name` is called there."""
+
+    @abstractmethod
+    def create(self, name: str) -> Sink:
+        """A new file, or an empty one in the place of one that an earlier try has left."""
+
+    @abstractmethod
+    def report(self, rank: int, report: Report) -> None:
+        """Say that a rank is done, to rank 0, which looks for it."""
+
+    @abstractmethod
+    def find_report(self, rank: int) -> Report | None: ...
+
+    @abstractmethod
+    def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
+        """Rank 0, when all files are there: give it its name. An error says that it has not got it."""
+
+    @abstractmethod
+    def clean_up(self) -> None:
+        """Rank 0, when it has its name: remove what was there for the writing. Can be done again."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Rank 0: remove what was written, unless it has got its name."""
+
+
+def new_token() -> str:
+    return secrets.token_hex(4)
+
+
+def target_at(path: str | Path, token: str) -> Target:
+    """`token` is the same on all ranks, and another one for every save."""
+    if is_url(path):
+        from echelon.state.checkpoint.remote_target import RemoteTarget
+
+        return RemoteTarget(str(path), token)
+    return FolderTarget(as_folder(path), token)
+
+
+@final
+class FolderTarget(Target):
+    """A folder of a file system that all ranks share."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path = Path(os.path.realpath(path))
+        self.temporary = self.path.with_name(f".{self.path.name}.{token}{_SUFFIX}")
+        self._lock: int | None = None
+
+    def begin(self) -> None:
+        check_replaceable(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.path.parent)
+        self.temporary.mkdir()
+        self._lock = os.open(self.temporary / _LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def create(self, name: str) -> Sink:
+        (self.temporary / name).unlink(missing_ok=True)
+        return DirectFile(self.temporary / name)
+
+    def report(self, rank: int, report: Report) -> None:
+        _write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
+
+    def find_report(self, rank: int) -> Report | None:
+        path = self.temporary / _report_name(rank)
+        try:
+            with open(path, "rb", opener=no_links) as file:  # an OSError may pass
+                data = file.read(MOST_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        return parse_report(data, path)
+
+    def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
+        self._check_shared(files)
+        for report in self.temporary.glob(_report_name("*")):
+            report.unlink()
+        _write_file(self.temporary / MANIFEST, manifest)
+        sync_path(self.temporary)
+        check_replaceable(self.path)  # again: the writing may have taken long
+        replace_folder(self.temporary, self.path)
+
+    def clean_up(self) -> None:
+        (self.path / _LOCK).unlink(missing_ok=True)
+        sync_path(self.path.parent)
+        remove_standby(self.path)
+        shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
+        self._unlock()
+
+    def _check_shared(self, files: Mapping[str, FileRecord]) -> None:
+        missing = [name for name in files if not (self.temporary / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{self.temporary}: rank 0 does not find {', '.join(missing)}, which other ranks have "
+                "written: the folder must be on a disk that all ranks share"
+            )
+
+    def abandon(self) -> None:
+        """The temporary place; when the checkpoint has its name, that is the one which it replaced."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def parse_report(data: bytes, place: object) -> Report:
+    """What a rank has reported. Names, sizes and hashes in it are checked as those of the manifest."""
+    try:
+        report: Any = parse_json(data, most_bytes=MOST_BYTES, most_values=MOST_VALUES)
+    except ValueError:
+        report = None
+    if isinstance(report, dict) and isinstance(report.get("numbers"), dict):
+        files = report.get("files")
+        if isinstance(files, dict) and all(map(_is_record, files.values())):
+            return report
+    raise UserError(f"{place}: is not what a rank reports of its files; does another program write there?")
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _report_name(rank: int | str) -> str:
+    return f"report-{rank}.json"
+
+
+def check_replaceable(path: Path) -> None:
+    """Something is there: it must be a checkpoint, or an empty folder."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(
+            f"{path}: is a file; give the path of a folder that is not there yet, or a checkpoint"
+        )
+    if any(path.iterdir()) and not _is_checkpoint(path):
+        raise UserError(
+            f"{path}: has files that are no checkpoint of echelon's, and would be lost; give the path of a "
+            "folder that is not there yet, or of a checkpoint to replace"
+        )
+    strange = _strange_names(path)
+    if strange:
+        raise UserError(
+            f"{path}: beside a checkpoint it has {', '.join(strange[:3])}, which would be lost when the "
+            "checkpoint is replaced; move that elsewhere, or give another path"
+        )
+
+
+def _strange_names(path: Path) -> list[str]:
+    """What is in the folder of a checkpoint and no part of it."""
+    names = {each.name for each in path.iterdir()} - {MANIFEST, _LOCK}
+    if not names:
+        return []
+    try:
+        listed = from_bytes(read_regular(path / MANIFEST, MOST_BYTES))["files"]
+        return sorted(names - set(listed))
+    except (UserError, LookupError, TypeError):  # damaged: what a save writes is known by its name
+        return sorted(name for name in names if not _FILE.fullmatch(name))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    with suppress(UserError), open_regular(path / MANIFEST) as file:
+        return f'"{FORMAT}"'.encode() in file.read(256)
+    return False
+
+
+def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
+    """Remove the temporary folders of jobs that were killed, and never one that is being written."""
+    for path in folder.glob(f".*{_SUFFIX}"):
+        if path.is_dir() and not path.is_symlink() and _is_left_behind(path, fresh_seconds):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_small_leftovers(path: Path) -> None:
+    """Remove what `write_atomically` has left of a job that was killed; while nobody writes there."""
+    for part in path.parent.glob(f".{path.name}.*"):
+        if part.is_symlink() or not part.is_dir():
+            part.unlink(missing_ok=True)
+
+
+def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
+    try:
+        lock = no_links(str(path / _LOCK), os.O_WRONLY)
+    except FileNotFoundError:
+        with suppress(OSError):
+            is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < fresh_seconds
+            return _is_of_ours(path) and not is_new
+        return False
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _is_of_ours(path: Path) -> bool:
+    """By its name: .NAME.TOKEN.part."""
+    token = path.name.removesuffix(_SUFFIX).rpartition(".")[2]
+    return len(token) == len(new_token()) and all(digit in "0123456789abcdef" for digit in token)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Under a temporary name, so that no half of it is ever seen under its own."""
+    temporary = path.with_name(f".{path.name}.{new_token()}{_SUFFIX}")
+    path.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a small file: whoever reads it finds the old bytes, or the new ones."""
+    part = path.with_name(f".{path.name}.{new_token()}")
+    try:
+        _write_file(part, data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_path(path.parent)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """A file that is complete when it has its name."""
+    part = path.with_name(f"{path.name}~")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

@@ -1,0 +1,1 @@
+"""A job file: its keys, its rules, and plans that fit the machine."""

@@ -1,0 +1,220 @@
+"""The rules of a job. All errors are reported at once.
+
+Those of its model and data are in language_rules.py and image_rules.py.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.engine.audit import MODES
+from echelon.engine.auto import ranks_here
+from echelon.engine.support import refuse_unsupported
+from echelon.errors import did_you_mean
+from echelon.models import ImageConfig, ModelConfig
+from echelon.plan import Plan
+from echelon.train.jobs.memory_fit import host_memory_errors
+from echelon.train.jobs.number_rules import check_numbers
+from echelon.train.jobs.plan_fit import division_errors
+from echelon.train.jobs.plan_work import work_error
+from echelon.train.jobs.rank_fit import rank_error, ranks_on_this_host
+from echelon.train.runs.findings import Findings
+from echelon.train.runs.run_folder import place_error
+from echelon.train.tasks import DATA_CHECKS, MODEL_CHECKS, TASKS
+from echelon.update.optim.schedules import schedule_errors
+from echelon.update.precision.loss_scaling import loss_scale_errors
+
+if TYPE_CHECKING:
+    from echelon.train.jobs.job import Job, OptimizerJob
+
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "sm3")
+
+_LEAST = {
+    "steps": 1,
+    "batch": 1,
+    "sequence": 1,
+    "evaluate_every": 0,
+    "evaluate_batches": 1,
+    "seed": 0,
+    "save_every": 0,
+    "keep": 1,
+    "keep_every": 0,
+    "restarts": 0,
+    "most_skipped": 1,
+    "spike_window": 1,
+    "max_rollbacks": 0,
+}
+_TOO_MANY = 2**63  # more than torch and numpy can count
+
+
+def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
+    """Every error that shows before a rank starts.
+
+    `unread` names keys ("steps", "model.layers") whose value could not be read, so that they have their
+    default: rules that depend on them are skipped.
+    """
+    findings = Findings(set(unread))
+    _check_counts(job, findings)
+    _check_names(job, findings)
+    _check_optimizer(job.optimizer, findings)
+    plan = _check_plan(job, findings)
+    check_numbers(job, plan, findings)
+    _check_copies(job, plan, findings)
+    if not findings.all_valid("task"):  # of which task the other keys are is not known
+        _check_schedule(job, findings)
+        return findings.errors
+    config = MODEL_CHECKS[job.task](job, findings)
+    _check_schedule(job, findings)
+    _check_data(job, findings)
+    DATA_CHECKS[job.task](job, config, findings)
+    if plan is not None and config is not None and findings.all_valid("plan"):
+        _check_machine(job, config, plan, findings)
+    return findings.errors
+
+
+def _check_counts(job: "Job", findings: Findings) -> None:
+    for name, least in _LEAST.items():
+        value = getattr(job, name)
+        if value is None or isinstance(value, str):  # keep='memory'
+            continue
+        if value < least:
+            findings.add(f"{name}={value}: must be at least {least}", name)
+        if value >= _TOO_MANY:
+            findings.add(f"{name}={value}: must be below 2**63", name)
+    if findings.all_valid("save_every", "keep_every") and job.keep_every:
+        _check_kept(job, findings)
+    if findings.all_valid("save_every", "keep") and job.keep == "memory" and job.save_every == 0:
+        findings.add(
+            "keep='memory' save_every=0: no copy would be made; set save_every to the steps between two "
+            "copies (save_every=10), or keep=2",
+            "keep",
+        )
+
+
+def _check_copies(job: "Job", plan: Plan | None, findings: Findings) -> None:
+    """A rank goes on from its own file in memory, so it must own what it trains."""
+    if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
+        findings.add(
+            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
+            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
+            "keep",
+        )
+
+
+def _check_kept(job: "Job", findings: Findings) -> None:
+    """Checkpoints that are kept for good must be among those that are saved."""
+    if job.save_every == 0:
+        findings.add(
+            f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
+            f"save_every={job.keep_every}, or leave keep_every out",
+            "keep_every",
+        )
+    elif job.keep_every % job.save_every:
+        findings.add(
+            f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; set "
+            f"keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
+            "keep_every",
+        )
+
+
+def _check_names(job: "Job", findings: Findings) -> None:
+    if job.task not in TASKS:
+        findings.add(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}", "task")
+    if job.audit not in MODES:
+        findings.add(f"audit={job.audit!r}: must be one of {', '.join(MODES)}", "audit")
+    if "/" in job.name:
+        findings.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
+    if job.name.startswith("."):
+        findings.add(
+            f"name={job.name!r}: must not begin with a dot, which hides the folder of a run; begin with a "
+            "letter or a digit",
+            "name",
+        )
+    if not job.name:
+        findings.add("name='': must not be empty", "name")
+    if not job.out:
+        findings.add("out='': must not be empty; use out=. for this folder", "out")
+    for key, text in (("name", job.name), ("out", job.out)):
+        # Python represents a byte that the locale cannot decode as a lone surrogate.
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            findings.add(
+                f"{key}={text!r}: no NUL character may be in a folder's name, nor bytes that are not text "
+                "in this locale; remove them, or set LC_ALL=C.UTF-8",
+                key,
+            )
+    if findings.all_valid("out"):
+        error = place_error(Path(job.out))
+        if error is not None:
+            findings.add(f"out={job.out}: {error}", "out")
+
+
+def _check_optimizer(optimizer: "OptimizerJob", findings: Findings) -> None:
+    if optimizer.name not in OPTIMIZERS:
+        findings.add(f"optimizer.name={optimizer.name}: is unknown{did_you_mean(optimizer.name, OPTIMIZERS)}")
+    if not 0 < optimizer.learning_rate < math.inf:
+        findings.add(f"optimizer.learning_rate={optimizer.learning_rate}: must be a number above 0")
+    for name in ("weight_decay", "momentum"):
+        if not 0 <= getattr(optimizer, name) < math.inf:
+            findings.add(f"optimizer.{name}={getattr(optimizer, name)}: must be a number, at least 0")
+    if optimizer.name == "sm3" and optimizer.momentum >= 1:
+        findings.add(f"optimizer.momentum={optimizer.momentum}: must be below 1 for sm3")
+    if optimizer.clip is not None and not 0 < optimizer.clip < math.inf:
+        findings.add(f"optimizer.clip={optimizer.clip}: must be a number above 0, or left out")
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        findings.add(f"optimizer.betas={list(optimizer.betas)}: each must be at least 0 and below 1")
+
+
+def _check_plan(job: "Job", findings: Findings) -> Plan | None:
+    """The plan, if it is one."""
+    if not job.plan.strip():
+        findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
+    if not findings.all_valid("plan"):
+        return None
+    plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
+    if plan is None:
+        return None
+    findings.attempt(lambda: refuse_unsupported(plan), "plan", "plan")
+    if findings.all_valid("loss_scale"):
+        for error in loss_scale_errors(job.loss_scale, plan.precision):
+            findings.add(error, "loss_scale")
+    for unfit in (rank_error(plan), work_error(plan)):
+        if unfit is not None:
+            findings.add(unfit, "plan")
+    if findings.all_valid("plan", "batch") and job.batch < plan.data:
+        findings.add(
+            f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}", "batch"
+        )
+    return plan
+
+
+def _check_machine(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, findings: Findings) -> None:
+    """Whether this machine can hold the model, and the plan can divide it."""
+    ranks = ranks_on_this_host(ranks_here(plan))
+    for error in host_memory_errors(job, config, plan, ranks):
+        findings.add(error, "plan", "model")
+    if findings.all_valid("plan"):
+        for error in division_errors(config, plan):
+            findings.add(f"plan '{plan}': {error}", "plan")
+
+
+def _check_schedule(job: "Job", findings: Findings) -> None:
+    optimizer = job.optimizer
+    errors = schedule_errors(
+        optimizer.schedule if findings.all_valid("optimizer.schedule") else None,
+        job.steps if findings.all_valid("steps") else None,
+        job.warmup if findings.all_valid("steps") or optimizer.warmup is not None else 0,
+        optimizer.decay,
+        optimizer.floor,
+    )
+    for error in errors:
+        findings.add(f"optimizer.schedule: {error}")
+
+
+def _check_data(job: "Job", findings: Findings) -> None:
+    fraction = job.data.validation_fraction
+    if not 0 <= fraction < 1:
+        findings.add(
+            f"data.validation_fraction={fraction}: must be at least 0 and below 1",
+            "data.validation_fraction",
+        )

@@ -1,0 +1,136 @@
+"""`--resume`: which run goes on, and with which job.
+
+The job is that of the run, in its run.json. The plan may change, and what does not change what is trained.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from echelon.errors import UserError, raise_errors
+from echelon.state.checkpoint.finding import RUN_FILE, find_run
+from echelon.train.checkpoints import newest_step
+from echelon.train.jobs.job import Job, as_plain
+from echelon.train.jobs.job_file import read_job, read_values
+from echelon.train.runs.lost_checkpoints import lost_errors
+from echelon.train.runs.run_links import link_errors
+from echelon.train.runs.run_state import FINISHED, read_about
+
+MAY_CHANGE = (
+    *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit"),
+    *("evaluate_every", "evaluate_batches"),
+    *("nonfinite", "most_skipped", "spike_factor", "spike_window", "max_rollbacks"),
+)
+
+
+class Continued(NamedTuple):
+    """A run to go on with, and its job."""
+
+    path: Path
+    job: Job
+
+
+def resume(given: Path | None, settings: Sequence[str], plan: str | None) -> Continued:
+    """The run in the folder `given`; or the newest of a job file, or of the embedded job, that has not
+    finished."""
+    if given is not None and not given.is_file() and given.suffix != ".toml":
+        return _continued(given, _job_of(given, settings, plan))
+    job = read_job(given, settings, plan)
+    path = _newest(job)
+    return _continued(path, job if given is not None else _job_of(path, settings, plan))
+
+
+def runs_of(job: Job) -> Iterator[Path]:
+    """The run folders of a job's name, newest first."""
+    folders = [path.parent for path in Path(job.out).glob(f"{_escaped(job.name)}-*/run.json")]
+    yield from sorted(folders, key=lambda path: (_started(path), path.name), reverse=True)
+
+
+def _newest(job: Job) -> Path:
+    states = {path: (read_about(path) or {}).get("state") for path in runs_of(job)}
+    unfinished = [path for path, state in states.items() if state not in (None, FINISHED)]
+    if unfinished:
+        return unfinished[0]
+    where = f"{job.out}/{job.name}-*"
+    if states:
+        raise UserError(
+            f"--resume: every run in {where} has finished; to train one for longer, give its folder and more "
+            f"steps: --resume {next(iter(states))} --set steps=N"
+        )
+    raise UserError(
+        f"--resume: there is no run in {where}; give its folder, or its job file, or --set out=FOLDER"
+    )
+
+
+def _job_of(path: Path, settings: Sequence[str], plan: str | None) -> Job:
+    about = read_about(path)
+    if about is None or not isinstance(about.get("job"), dict):
+        raise UserError(f"--resume {path}: {_why_no_job(path)}")
+    return read_values(about["job"], settings, plan, str(path / RUN_FILE))
+
+
+def _why_no_job(path: Path) -> str:
+    run = find_run(path) if path.exists() else None
+    if run is None:
+        return (
+            f"is not the folder of a run: it must have a {RUN_FILE} with the job; "
+            "give a folder like runs/train-20300102-030405"
+        )
+    if run != path.absolute():
+        return f"is a part of a run; give its folder: --resume {run}"
+    return (
+        f"its {RUN_FILE} is damaged, or this user may not read it: it must be a JSON object with the job; "
+        "put it back from a copy, or train a new run"
+    )
+
+
+def _continued(path: Path, job: Job) -> Continued:
+    """The run with its job, if it may go on so; else one UserError with every reason."""
+    about = read_about(path) or {}
+    began = _job_of(path, (), None)
+    saved = newest_step(job, path)
+    errors = [*_changes(began, job), *link_errors(path)]
+    if about.get("state") == FINISHED and job.steps <= began.steps:
+        errors.append(
+            f"the run has finished, after {began.steps} steps; to train it for longer, set more: "
+            f"--set steps={2 * began.steps}"
+        )
+    elif job.steps < saved:
+        errors.append(
+            f"steps={job.steps}: the run has a checkpoint of step {saved}; set steps={saved} or more"
+        )
+    if not saved and not errors:
+        errors += lost_errors(path, str(about.get("state")), began, job)
+    raise_errors(f"--resume {path}", errors)
+    return Continued(path, job)
+
+
+def _changes(before: Job, after: Job) -> list[str]:
+    """An error for each key that would change what the run has trained so far."""
+    old, new = _flat(as_plain(before)), _flat(as_plain(after))
+    return [
+        f"{key}={_show(new.get(key))}: the run has {key}={_show(old.get(key))}, and cannot go on with "
+        "another; leave it out, or train a new run"
+        for key in dict.fromkeys([*old, *new])
+        if key not in MAY_CHANGE and old.get(key) != new.get(key)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _show(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _started(path: Path) -> str:
+    return str((read_about(path) or {}).get("started", ""))
+
+
+def _escaped(name: str) -> str:
+    """A name without the signs that glob gives a meaning."""
+    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in name)

@@ -1,0 +1,135 @@
+"""Back to a checkpoint after a loss spike, without the batches that led to it, so many times at most.
+
+What was left out is kept beside the checkpoints, so that a run that is resumed leaves it out too:
+
+    runs/train-20261115-020304/skipped_batches.json
+        {"rollbacks": 1, "skipped": [[100, 131]], "events": [{"step": 100, "from_step": 131, "reason": …}]}
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+from echelon.errors import UserError
+from echelon.state.bounded_json import MOST_BYTES, parse_json
+from echelon.state.checkpoint.regular_file import read_regular
+from echelon.train.data_position import DataPosition, Range
+from echelon.train.events import RolledBack
+from echelon.train.jobs.job import Job
+from echelon.train.spikes import Trouble
+from echelon.update.nonfinite import NonfiniteError
+
+SKIPPED = "skipped_batches.json"
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of a run, as far as this needs them."""
+
+    @property
+    def num_rollbacks(self) -> int:
+        """How many the run has had."""
+
+    def can_go_back(self, step: int) -> bool:
+        """Whether there is a checkpoint from before `step`."""
+
+    def go_back(self, trouble: Trouble) -> RolledBack:
+        """Load the newest whole checkpoint from before the trouble; leave out all batches from there up to
+        that of its last step."""
+
+
+class LossSpikeError(Exception):
+    """The loss of a step has jumped; only the loop sees this."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(trouble.reason)
+        self.trouble = trouble
+
+
+@final
+class Rollbacks:
+    """Decides whether a training that went wrong goes back, and does it; the same on every rank."""
+
+    def __init__(self, job: Job, checkpoints: Checkpoints) -> None:
+        self._job, self._checkpoints = job, checkpoints
+
+    def after(self, error: LossSpikeError | NonfiniteError) -> RolledBack:
+        """Go back, or raise a UserError: `error`, if it is one."""
+        if isinstance(error, LossSpikeError):
+            return self._after_spike(error.trouble)
+        last = error.step + 1
+        trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
+        reason = self._why_not(trouble) if self._job.spike_factor else ""
+        if reason is None:
+            return self._checkpoints.go_back(trouble)
+        raise error if not reason else NonfiniteError(f"{error}; {reason}")
+
+    def _after_spike(self, trouble: Trouble) -> RolledBack:
+        reason = self._why_not(trouble)
+        if reason is None:
+            return self._checkpoints.go_back(trouble)
+        raise UserError(
+            f"{trouble.reason}; {reason}; lower optimizer.learning_rate (now "
+            f"{self._job.optimizer.learning_rate}), raise optimizer.warmup, or raise spike_factor (now "
+            f"{self._job.spike_factor:g})"
+        )
+
+    def _why_not(self, trouble: Trouble) -> str | None:
+        limit = self._job.max_rollbacks
+        if self._checkpoints.num_rollbacks >= limit:
+            times = "once" if limit == 1 else f"{limit} times"
+            return f"the run has gone back to a checkpoint {times} (max_rollbacks={limit})"
+        if not self._checkpoints.can_go_back(trouble.first):
+            return (
+                f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"
+            )
+        return None
+
+
+class SkippedBatches(NamedTuple):
+    """What the file of a run says of its rollbacks; `events` are for metrics.jsonl, which may lack them."""
+
+    rollbacks: int = 0
+    skipped: tuple[Range, ...] = ()
+    events: tuple[RolledBack, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "rollbacks": self.rollbacks,
+            "skipped": [list(each) for each in self.skipped],
+            "events": [dataclasses.asdict(each) for each in self.events],
+        }
+
+    def text(self) -> str:
+        return json.dumps(self.plain()) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "SkippedBatches":
+        """Of a run without the file: nothing. A UserError if it is not what a training has written."""
+        try:
+            return cls.parse(parse_json(read_regular(path, MOST_BYTES))) if path.exists() else cls()
+        except ValueError as error:  # also a UserError, of a file that cannot be read
+            raise UserError(
+                f"{path} cannot be read ({str(error).splitlines()[0]}); it lists the batches that a rollback "
+                "has left out: remove it to train them again"
+            ) from None
+
+    @classmethod
+    def parse(cls, value: Any) -> "SkippedBatches":
+        number = value.get("rollbacks") if isinstance(value, dict) else None
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < math.inf:
+            raise ValueError("rollbacks must be a number from 0")
+        position = DataPosition.parse({"next_batch": 0, "skipped": value.get("skipped")})
+        listed = value.get("events")
+        events = map(_event, listed if isinstance(listed, list) else ())
+        return cls(number, position.skipped, tuple(each for each in events if each is not None))
+
+
+def _event(value: Any) -> RolledBack | None:
+    """None for what no training has written: it costs a line of metrics.jsonl."""
+    kinds = {field.name: str if field.name == "reason" else int for field in dataclasses.fields(RolledBack)}
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        return None
+    is_event = all(type(value[name]) is kind for name, kind in kinds.items())
+    return RolledBack(**value) if is_event else None

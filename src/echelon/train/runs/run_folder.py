@@ -1,0 +1,158 @@
+"""The run folder: what a training run leaves, and how to tell a finished run from a broken one.
+
+    runs/train-20261115-020304/
+        run.json         state (running, failed, preempted, finished), job, plan, versions, pid, events,
+                         summary
+        metrics.jsonl    one line per step, and one per evaluation
+        loss.svg         the loss over the steps
+        experts.svg      of a model with experts: the share of each in the tokens, and the entropy of gates
+        sample.txt       what the model writes
+        model/           the weights, as a Hugging Face folder
+        checkpoints/     all that is needed to go on
+
+`run.json` says `finished` only after everything else is written. It is replaced in one step, never edited.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import UserError
+from echelon.state.disk_sync import sync_path
+from echelon.train.jobs import strict_json
+
+MAX_RUNS_PER_SECOND = 999
+
+_ELSEWHERE = "choose another folder with --set out=FOLDER"
+
+# By the reason of the machine: how to fix it. {elsewhere} works for every reason.
+_FIXES = {
+    errno.ENOSPC: "free space there, or {elsewhere}",
+    errno.EDQUOT: "free space there, or {elsewhere}",
+    errno.ENAMETOOLONG: "choose a shorter name with --set name=NAME, or a shorter out",
+    errno.EACCES: "give this user the right to write there, or {elsewhere}",
+    errno.EPERM: "give this user the right to write there, or {elsewhere}",
+    errno.EROFS: "it is on a read-only disk; {elsewhere}",
+    errno.EEXIST: "it is a file, not a folder; {elsewhere}",
+    errno.ENOTDIR: "a part of the path is a file, not a folder; {elsewhere}",
+}
+
+
+class RunFolder:
+    """The folder of one run. A write that fails becomes a UserError that names the file."""
+
+    def __init__(self, path: Path, made: Sequence[Path] = ()) -> None:
+        self.path = path
+        self._made = made  # the folders above it that are new, innermost first
+
+    @classmethod
+    def create(cls, out: Path, name: str, about: dict[str, Any]) -> "RunFolder":
+        """A new folder under `out`, named by the time, marked as running."""
+        moment = datetime.now(UTC)
+        stem = f"{name}-{moment:%Y%m%d-%H%M%S}"
+        made = [path for path in (out, *out.parents) if not path.exists()]
+        with explain_os_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+        folder = cls(_make_new(out, stem), made)
+        folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
+        return folder
+
+    def note(self, kind: str, **values: Any) -> None:
+        """Add to the events of the run."""
+        moment = datetime.now(UTC).isoformat(timespec="seconds")
+        about = self.about()
+        events = [*about.get("events", ()), {"kind": kind, "time": moment, **values}]
+        self.mark(str(about["state"]), {"events": events})
+
+    def mark(self, state: str, about: dict[str, Any]) -> None:
+        """Replace run.json: its old entries, the new ones, and the state."""
+        earlier = self.about() if self._state_file.exists() else {}
+        self.write("run.json", strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
+
+    def write(self, name: str, text: str, *, sync: bool = False) -> Path:
+        """Write a small file completely, or not at all; with `sync`, it is on the disk then."""
+        path = self.path / name
+        with explain_os_errors(path):
+            temporary = path.with_name(f".{name}.part")
+            temporary.write_text(text, encoding="utf-8")
+            if sync:
+                sync_path(temporary)
+            os.replace(temporary, path)
+            if sync:
+                sync_path(self.path)
+        return path
+
+    def append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        """Add lines of JSON to a file."""
+        path = self.path / name
+        with explain_os_errors(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(strict_json.dump(line) + "\n" for line in lines)
+
+    def fail(self, reason: str) -> None:
+        """Mark the run as failed, if writing is still possible."""
+        # The disk may be full. Then the state stays `running`, which is not `finished` either.
+        with suppress(UserError):
+            self.mark("failed", {"reason": reason})
+
+    def discard(self) -> None:
+        """Remove the folder of a run that never began, and the empty folders that were made for it."""
+        with suppress(OSError):
+            shutil.rmtree(self.path)
+            for path in self._made:
+                path.rmdir()
+
+    @property
+    def state(self) -> str:
+        return str(self.about()["state"])
+
+    def about(self) -> dict[str, Any]:
+        """What run.json says."""
+        about: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        return about
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / "run.json"
+
+
+def _make_new(out: Path, stem: str) -> Path:
+    """A new folder: two runs that start in the same second get two."""
+    for number in range(1, MAX_RUNS_PER_SECOND + 1):
+        path = out / (stem if number == 1 else f"{stem}-{number}")
+        with explain_os_errors(path), suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise UserError(
+        f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
+        "choose another name with --set name=NAME"
+    )
+
+
+def place_error(out: Path) -> str | None:
+    """Why no folder can be made under `out`, as far as this shows without making one."""
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        return f"{nearest} is a file, not a folder; {_ELSEWHERE}"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"cannot write {nearest}: {_fix(errno.EACCES)}"
+    return None
+
+
+@contextmanager
+def explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError while writing `path` into a UserError that says how to fix it."""
+    try:
+        yield
+    except OSError as error:
+        fix = _fix(error.errno or 0)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {fix}") from error
+
+
+def _fix(number: int) -> str:
+    return _FIXES.get(number, _ELSEWHERE).format(elsewhere=_ELSEWHERE)

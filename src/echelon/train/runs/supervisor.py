@@ -1,0 +1,140 @@
+"""Ranks of this machine that survive faults: a rank that is lost costs the steps since the last checkpoint.
+
+    rank 1 was killed  →  all ranks are ended, and new ones start from the last whole checkpoint
+
+Ranks that are lost again and again before the next checkpoint end the run, after the job's `restarts`.
+"""
+
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from echelon.engine.auto import ranks_here
+from echelon.errors import UserError
+from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
+from echelon.plan import Plan
+from echelon.train.checkpoints import checkpoint_folder, newest_step
+from echelon.train.events import Noted, Restarting
+from echelon.train.jobs.job import Job
+from echelon.train.loop import train_rank
+from echelon.train.run import Run
+from echelon.train.runs.elastic import change
+from echelon.train.runs.memory_copies import memory_of_run, newest_in_memory
+from echelon.train.runs.preempted import Preempted
+from echelon.train.runs.rescue import CopyRescue
+from echelon.train.runs.sigterm import Sigterm
+
+_LISTENS = "a rank handles SIGTERM from now on"  # the first message of each
+
+Fit = Callable[[Job], Job]  # the job for the devices that there are now
+
+
+def supervise(job: Job, run: Run, fit: Fit, sigterm: Sigterm) -> None:
+    """Train to the end of the job; raises Preempted after SIGTERM, RankFailed after too many faults, or after
+    SIGTERM: then nobody knows whether ranks had saved."""
+    path = run.folder.path
+    with memory_of_run(job, path) as memory:
+        rescue = CopyRescue(job, run, memory)
+        try:
+            last = _train_through_faults(job, run, fit, sigterm, rescue)
+        except BaseException as error:
+            memory.stays = True  # until it is on disk, whatever comes
+            with suppress(OSError, UserError):  # and must not hide the error
+                checkpoint_folder(job, path).remove_leftovers()
+            rescue.at_end()
+            if isinstance(error, RankFailed) and sigterm.came and not sigterm.is_forwarded:
+                # Ranks that start do not handle it yet, and nothing is lost: they had not trained.
+                sigterm.is_answered = True
+                raise Preempted(newest_step(job, path)) from error
+            if not sigterm.came or not run.logbook.has_started:
+                raise
+            note = _what_is_saved(fit(job), path)
+            if isinstance(error, RankFailed | UserError):
+                raise _with_note(error, note) from error
+            error.add_note(note)
+            raise
+    if last is not None:
+        sigterm.is_answered = True
+        raise Preempted(last)
+
+
+def _train_through_faults(job: Job, run: Run, fit: Fit, sigterm: Sigterm, rescue: CopyRescue) -> int | None:
+    """Attempts until one comes to its end; what `_train` returns."""
+    before, fitted = job, fit(job)
+    faults = _Faults(fitted, run)
+    rescue.before_start(fitted)
+    while True:
+        if fitted != before:
+            run.take(Noted(change(job, fitted)))
+        checkpoint_folder(job, run.folder.path).remove_leftovers()
+        try:
+            return _train(fitted, run, sigterm)
+        except RankFailed as error:
+            if sigterm.came:
+                raise
+            faults.add(error, fitted)
+        before, fitted = fitted, fit(job)
+        if fitted != before:
+            rescue.before_start(fitted)
+
+
+def _train(job: Job, run: Run, sigterm: Sigterm) -> int | None:
+    """One attempt: the step at which ranks have stopped, or None at the end of the training."""
+    with Ranks(ranks_here(Plan.parse(job.plan)), kills_at_once=True) as ranks, sigterm.forwarded_to(ranks):
+
+        def take(rank: int, message: Any) -> None:
+            if message == _LISTENS:
+                sigterm.add_listener(rank)
+            else:
+                run.take(message)
+
+        stopped: list[int | None] = ranks.run(rank_main, job, run.folder.path, on_message=take)
+    return stopped[0]
+
+
+def rank_main(job: Job, folder: Path) -> int | None:
+    assert is_launched_rank()
+    # At its end too: a rank that has saved must not be killed by what asks it to save.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    return train_rank(job, folder, send_message, lambda: send_message(_LISTENS))
+
+
+def _what_is_saved(job: Job, run: Path) -> str:
+    """After a SIGTERM that was not answered by a save: what there is to go on from."""
+    on_disk, in_memory = newest_step(job, run), newest_in_memory(job, run)
+    last = f"the last checkpoint is step {on_disk}" if on_disk else "there is no checkpoint"
+    kept = f", and step {in_memory} is in the memory of this machine" if in_memory > on_disk else ""
+    return f"stopped by SIGTERM before saving; {last}{kept}; go on with: echelon train --resume {run}"
+
+
+def _with_note(error: RankFailed | UserError, note: str) -> RankFailed | UserError:
+    if isinstance(error, UserError):
+        return UserError(error.title, [*error.errors, note])
+    return type(error)(error.rank, error.reason, error.traceback, [*error.others, note])
+
+
+class _Faults:
+    """Counts those since the last progress."""
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self._job, self._run = job, run
+        self._number, self._saved = 0, self._newest(job)
+
+    def add(self, error: RankFailed, fitted: Job) -> None:
+        """Tell of a fault of ranks of a job; raises it again where it is one too many."""
+        saved = self._newest(fitted)
+        if saved > self._saved:
+            self._number, self._saved = 0, saved
+        self._number += 1
+        if self._number > self._job.restarts:
+            if self._job.restarts:
+                restarts = "1 restart" if self._job.restarts == 1 else f"{self._job.restarts} restarts"
+                error.add_note(f"{restarts} since the last checkpoint did not help")
+            raise error
+        self._run.take(Restarting(f"rank {error.rank} {error.reason}", self._number, self._job.restarts))
+
+    def _newest(self, job: Job) -> int:
+        run = self._run.folder.path
+        return max(newest_step(job, run), newest_in_memory(job, run))

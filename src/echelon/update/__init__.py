@@ -1,0 +1,1 @@
+"""The end of a step: optimizers, precision, steppers, host offload, asynchronous training."""

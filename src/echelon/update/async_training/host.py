@@ -1,0 +1,140 @@
+"""What the process of replica 0 has beside its worker: the server, its memory and its connections."""
+
+import atexit
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.parallel.data import Storages
+from echelon.parallel.data.buckets import Bucket, fill_buckets
+from echelon.parallel.data.grad_dtype import gradient_dtype, weight_dtype
+from echelon.state.checkpoint import SavedParameter, SavedState
+from echelon.state.ownership import LocalParameter, OwnedSlice, own_state, whole_slice
+from echelon.update.async_training.connection import Connection
+from echelon.update.async_training.server import Server
+from echelon.update.optim.learning_rate import LearningRate
+from echelon.update.optim.local import Make
+from echelon.update.precision import DirectStepper, MasterStepper
+from echelon.update.update import InWhole
+
+_PATIENCE_SECONDS = 10.0  # with workers that are silent while this process ends
+
+flat_buckets = partial(fill_buckets, limit=sys.maxsize)  # one for each type of numbers
+
+
+@final
+class Host:
+    """Weights of their own, since the worker's must stay as it pulled them while others push."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        make: Make,
+        stepper: type[DirectStepper] | type[MasterStepper],
+        *,
+        workers: int,
+        staleness: float,
+        clip: float | None,
+        schedule: Callable[[int], float] | None,
+        skips_overflows: bool = False,
+    ) -> None:
+        self._parameters = [p for _, p in named]
+        self._weights = flat_buckets(self._parameters, dtype_of=weight_dtype)
+        local = _copy_into(self._weights, named)
+        self._stepper = stepper(make, self._parameters, local)
+        self.optimizer = self._stepper.optimizer
+        self.server = Server(
+            self._weights,
+            local,
+            self._stepper,
+            LearningRate(self.optimizer, schedule),
+            workers=workers,
+            staleness=staleness,
+            clip=clip,
+            skips_overflows=skips_overflows,
+        )
+        self._connections: list[Connection] = []
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Begin to serve the workers of other processes."""
+        for worker in range(1, group.size()):
+            inbox = flat_buckets(self._parameters)
+            self._connections.append(Connection(self.server, group, worker, self._weights, inbox))
+        for connection in self._connections:
+            connection.start()
+        atexit.register(_serve_on, weakref.ref(self.server))
+
+    def owned(self) -> list[OwnedSlice]:
+        """Weights and optimizer state, of which there is no second copy that counts."""
+        owned = []
+        for local, state in self.server.state():
+            whole = whole_slice(local.name, local.parameter)
+            owned.append(OwnedSlice(whole, local.tensor.detach()))
+            for part, value in state.items():
+                owned += own_state(part, value, [whole])
+        return owned
+
+    def load(self, saved: SavedState, in_whole: InWhole, *, state: bool) -> None:
+        """Take weights, masters and the optimizer's state from a checkpoint."""
+
+        def load(local: LocalParameter) -> None:
+            whole = whole_slice(local.name, local.parameter)
+            of_local = SavedParameter(
+                saved, local.name, lambda like: in_whole(OwnedSlice(whole, like)), state=state
+            )
+            of_local.fill_value(local.tensor.detach())
+            self._stepper.load(local, of_local)
+
+        self.server.load(load)
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return self._stepper.updated_tensors()
+
+    def storages(self) -> Storages:
+        """The memory of weights and gradients beside the worker's."""
+        boxes = [connection.storages() for connection in self._connections]
+        weights = [bucket.buffer for bucket in self._weights]
+        return Storages(
+            weights + [tensor for outbox, _ in boxes for tensor in outbox],
+            [tensor for _, inbox in boxes for tensor in inbox],
+        )
+
+    def optimizer_storages(self) -> list[Tensor]:
+        return [tensor for _, state in self.server.state() for tensor in state.values()]
+
+    def close(self) -> None:
+        """Serve until every worker has said goodbye, or has been silent for long."""
+        end = time.monotonic() + _PATIENCE_SECONDS
+        for connection in self._connections:
+            connection.join(max(0.0, end - time.monotonic()))
+
+
+def _copy_into(weights: list[Bucket], named: Sequence[tuple[str, nn.Parameter]]) -> list[LocalParameter]:
+    """Copies of the parameters in the memory of `weights`, as something an optimizer can update."""
+    views: dict[nn.Parameter, Tensor] = {}
+    for bucket in weights:
+        views |= bucket.views
+    with torch.no_grad():
+        for _, parameter in named:
+            views[parameter].copy_(parameter)
+    local = [LocalParameter(name, p, nn.Parameter(views[p])) for name, p in named]
+    for each in local:
+        each.tensor.grad_dtype = gradient_dtype(each.parameter)
+    return local
+
+
+def _serve_on(reference: weakref.ref[Server]) -> None:
+    """A server outlives its workers; its threads keep it alive as long as there are any.
+
+    A thread that waits in Gloo also aborts the process if its peer goes away while the interpreter ends.
+    """
+    server = reference()
+    if server is not None and getattr(sys, "last_value", None) is None:  # nobody comes after an exception
+        server.linger(_PATIENCE_SECONDS)

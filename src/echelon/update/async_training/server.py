@@ -1,0 +1,271 @@
+"""The server: authoritative weights, the only optimizer, the version, and the log of how it came about.
+
+It is a monitor: any thread may call any method, for any worker, and each holds the one lock while it acts.
+Who calls it, and how requests come from other ranks, is in port.py and connection.py.
+
+    pull         waits until the worker may start its step, then copies the weights out
+    push         one update of this gradient; with staleness 0 one of the whole round's, once they are here
+    synchronize  waits until every worker is here; then all copy the same weights out
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives import Ledger
+from echelon.launching import PeerLost
+from echelon.parallel.data.buckets import Bucket
+from echelon.parallel.data.gradients import clip_factor, squared_norm
+from echelon.state.ownership import LocalParameter
+from echelon.update.async_training.clocks import Clocks
+from echelon.update.async_training.device_queue import DeviceQueue
+from echelon.update.optim.learning_rate import LearningRate
+from echelon.update.precision import Stepper
+from echelon.update.update import Push
+
+
+class ServerFailed(RuntimeError):  # noqa: N818
+    """An update failed on the server, so that no worker can go on."""
+
+
+class PushResult(NamedTuple):
+    """What became of a push: the version after it, and the loss total, count and norm of that update."""
+
+    version: int
+    total: float
+    counted: float
+    norm: float
+
+
+@dataclass(eq=False)
+class Gradient:
+    """One worker's gradient, in buckets; `used` flags parameters in the model's order.
+
+    Times `factor` it is that of the loss total. In fp16 that product may be too small or too large.
+    """
+
+    buckets: list[Bucket]
+    used: Tensor
+    total: float
+    count: float
+    factor: float = 1.0
+
+
+@dataclass(eq=False)
+class _Contribution:
+    """A gradient that waits for its update."""
+
+    step: int
+    gradient: Gradient
+    result: PushResult | None = None
+
+
+@final
+class Server:
+    """Weights of which `weights` is the memory and `local` the views that the optimizer updates."""
+
+    def __init__(
+        self,
+        weights: list[Bucket],
+        local: list[LocalParameter],
+        stepper: Stepper,
+        learning_rate: LearningRate,
+        *,
+        workers: int,
+        staleness: float,
+        clip: float | None,
+        skips_overflows: bool = False,
+    ) -> None:
+        """`skips_overflows`: gradients that are not finite make no update, because losses were scaled."""
+        self._weights, self._local, self._stepper = weights, local, stepper
+        self._learning_rate = learning_rate
+        self._clip, self._in_rounds, self._skips_overflows = clip, staleness == 0, skips_overflows
+        self._changed = threading.Condition()
+        self.queue = DeviceQueue(weights[0].buffer.device if weights else torch.device("cpu"))
+        self._clocks = Clocks(workers, staleness)
+        self._pulled = [0] * workers
+        self._round: dict[int, _Contribution] = {}
+        self._taking: set[int] = set()  # who has not yet copied the weights that all synchronized on
+        self._log: list[Push] = []
+        self._error: BaseException | None = None
+        self._num_requests = 0
+        self.version = 0
+        self.traffic = Ledger()  # of all connections; `count` adds to it, `drain` empties it
+
+    # What workers ask.
+
+    def pull(self, worker: int, step: int, into: Sequence[Tensor]) -> int:
+        """Copy the newest weights out for `step`, once it may start; returns their version."""
+        with self._changed:
+            self._wait(lambda: self._clocks.may_start(worker, step))
+            return self._copy_out(worker, into)
+
+    def push(self, worker: int, step: int, gradient: Gradient) -> PushResult:
+        """Return when the gradient is part of the weights. It belongs to the server until then."""
+        contribution = _Contribution(step, gradient)
+        with self.queue.behind_caller(), self._changed:  # whoever updates, the gradient is there by then
+            self._round[worker] = contribution
+            self._changed.notify_all()
+            self._wait(lambda: contribution.result is not None or self._round_is_whole(step))
+            if contribution.result is None:
+                self._update()
+            assert contribution.result is not None
+            return contribution.result
+
+    def synchronize(self, worker: int, into: Sequence[Tensor]) -> int:
+        """Wait for all workers to synchronize, copy the weights out, and return when all have."""
+        with self._changed:
+            self._clocks.rest(worker)
+            self._changed.notify_all()
+            self._wait(lambda: worker in self._taking or (self._clocks.all_rest and not self._taking))
+            if worker not in self._taking:
+                self._taking = self._clocks.wake()
+            version = self._copy_out(worker, into)
+            self._taking.discard(worker)
+            self._changed.notify_all()
+            # The server's rank may queue a collective next, and wait for it in a call that holds the lock of
+            # the device's driver. A worker without its copy would never join: its copy needs that lock.
+            self._wait(lambda: not self._taking)
+            return version
+
+    def log(self, version: int) -> list[Push]:
+        """What has led to `version`."""
+        with self._changed:
+            self._check()
+            return [entry for entry in self._log if entry.pushed <= version]
+
+    def leave(self, worker: int) -> None:
+        """The worker will ask for nothing more: nobody waits for it."""
+        with self._changed:
+            self._clocks.leave(worker)
+            self._taking.discard(worker)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can go on: whoever waits here or asks from now on gets `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # What its own rank asks.
+
+    def state(self) -> list[tuple[LocalParameter, dict[str, Tensor]]]:
+        """The optimizer's state, and the master, of each parameter."""
+        with self._changed, self.queue.behind_caller():
+            return [(local, self._stepper.state(local)) for local in self._local]
+
+    def load(self, load: Callable[[LocalParameter], None]) -> None:
+        """Let `load` give each parameter other values, and other state."""
+        with self._changed, self.queue.behind_caller():
+            for local in self._local:
+                load(local)
+
+    def restore(self, version: int, completed: Sequence[int]) -> None:
+        """Go on at a version, with workers that have completed so many steps; the log begins here."""
+        with self._changed:
+            self.version, self._log, self._round = version, [], {}
+            self._pulled = [version] * len(completed)
+            self._clocks.restore(completed)
+
+    def drain(self, ledger: Ledger) -> None:
+        """Move what connections have counted so far into the rank's own ledger."""
+        with self._changed:
+            ledger.absorb(self.traffic)
+
+    def count(self, ledger: Ledger) -> None:
+        """A connection has answered one request, and `ledger` says what that moved."""
+        with self._changed:
+            self._num_requests += 1
+            self.traffic.absorb(ledger)
+
+    def linger(self, patience: float) -> None:
+        """Serve on until all workers have left, or none has asked anything for `patience` seconds."""
+        with self._changed:
+            heard = -1
+            while not self._over() and heard != self._num_requests:
+                heard = self._num_requests
+                self._changed.wait_for(self._over, patience)
+
+    # Under the lock.
+
+    def _over(self) -> bool:
+        return self._clocks.all_gone or self._error is not None
+
+    def _check(self) -> None:
+        if isinstance(self._error, PeerLost):
+            raise PeerLost(str(self._error)) from self._error
+        if self._error is not None:
+            raise ServerFailed(f"{type(self._error).__name__}: {self._error}") from self._error
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        self._check()
+        self._changed.wait_for(lambda: self._error is not None or until())
+        self._check()
+
+    def _copy_out(self, worker: int, into: Sequence[Tensor]) -> int:
+        with self.queue.behind_caller():
+            for target, bucket in zip(into, self._weights, strict=True):
+                target.copy_(bucket.buffer)
+        self._pulled[worker] = self.version
+        return self.version
+
+    def _round_is_whole(self, step: int) -> bool:
+        return not self._in_rounds or self._clocks.awaited(step) <= self._round.keys()
+
+    def _update(self) -> None:
+        """One optimizer step of the count-weighted mean of all contributions, added in worker order."""
+        try:
+            self._apply(sorted(self._round.items()))
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self._round = {}
+        self._changed.notify_all()
+
+    def _apply(self, round_: list[tuple[int, _Contribution]]) -> None:
+        gradients = [contribution.gradient for _, contribution in round_]
+        total, count = sum(each.total for each in gradients), sum(each.count for each in gradients)
+        norm = mean = 0.0
+        if count > 0:
+            summed = _sum(gradients)
+            self._give(summed)
+            mean = summed.factor / count
+            norm = self._norm() * mean
+        makes_version = count > 0 and (math.isfinite(norm) or not self._skips_overflows)
+        if makes_version:
+            self._learning_rate.set(self.version)
+            self._stepper.step(clip_factor(norm, self._clip) * mean)
+            self.version += 1
+        for worker, contribution in round_:
+            if makes_version:
+                self._log.append(Push(worker, contribution.step, self._pulled[worker], self.version))
+            self._clocks.complete(worker, contribution.step)
+            contribution.result = PushResult(self.version, total, count, norm)
+
+    def _give(self, gradient: Gradient) -> None:
+        """Make it the gradient of the weights; what no worker used has none, as on one device."""
+        views: dict[nn.Parameter, Tensor] = {}
+        for bucket in gradient.buckets:
+            views |= bucket.views
+        for local, used in zip(self._local, gradient.used.tolist(), strict=True):
+            local.tensor.grad = views[local.parameter] if used else None
+
+    def _norm(self) -> float:
+        gradients = [local.tensor.grad for local in self._local if local.tensor.grad is not None]
+        return math.sqrt(squared_norm(gradients, torch.device("cpu")))
+
+
+def _sum(gradients: list[Gradient]) -> Gradient:
+    """The sum, in the memory of the first, with the factor of one that counts; others add zeros."""
+    first, *rest = gradients
+    first.factor = next(each.factor for each in gradients if each.count > 0)
+    for other in rest:
+        for total, part in zip(first.buckets, other.buckets, strict=True):
+            total.buffer.add_(part.buffer, alpha=other.factor / first.factor)
+        first.used |= other.used
+    return first

@@ -1,0 +1,219 @@
+"""The asynchronous way to new weights: pull, compute, push, and wait for nobody who is not too far behind.
+
+    staleness 0      one update per round, of the mean over all workers: equal to bulk-synchronous training
+    staleness S ≥ 1  every push is one update; a worker is at most S steps ahead of the slowest
+    staleness inf    every push is one update; nobody ever waits
+
+The loss, norm and tokens of a step are those of the update it went into: with staleness 0 of the global
+batch, else of this worker's own. Whatever ranks do together between steps calls `synchronize` first.
+
+With fp16 every worker has a loss scale of its own, and pushes what gradients are to be multiplied by beside
+them. Where they are not finite, the server makes no version, and the worker's next scale is smaller.
+"""
+
+import atexit
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.collectives import Group
+from echelon.state.checkpoint import SavedState, numbers_of
+from echelon.state.ownership import ENGINE, OwnedSlice, Slice, whole_slice
+from echelon.update.async_training.gradients import WorkerGradients
+from echelon.update.async_training.host import Host
+from echelon.update.async_training.messages import open_group
+from echelon.update.async_training.port import SERVER, LocalPort, Port, RemotePort
+from echelon.update.async_training.server import Gradient
+from echelon.update.numbers import GateNumbers, HostCopy, Outcome, StepNumbers, check_counted
+from echelon.update.optim.learning_rate import LearningRate
+from echelon.update.optim.local import Make, make_local
+from echelon.update.precision import DirectStepper, LossScaling, MasterStepper
+from echelon.update.update import InWhole, Push, Update
+
+
+@final
+class AsyncUpdate(Update):
+    """Workers along a group; the process of replica 0 hosts the server beside its worker.
+
+    `ranks` are those of this group, as the world numbers them. `schedule` maps the version to a factor of the
+    learning rate; `stepper` is how the server updates.
+    """
+
+    def __init__(
+        self,
+        gradients: WorkerGradients,
+        share_buffers: Callable[[], None],
+        make: Make,
+        *,
+        ranks: Sequence[int],
+        staleness: float,
+        clip: float | None = None,
+        schedule: Callable[[int], float] | None = None,
+        stepper: type[DirectStepper] | type[MasterStepper] = DirectStepper,
+        loss_scaling: LossScaling | None = None,
+    ) -> None:
+        self._gradients, self._share_buffers = gradients, share_buffers
+        self._is_stale, self._is_empty = staleness > 0, False
+        self.loss_scaling = loss_scaling  # this worker's own
+        parameter_set = gradients.parameter_set
+        self._group: Group = parameter_set.group
+        self._host: Host | None = None
+        if self._group.rank == SERVER:
+            self._host = Host(
+                parameter_set.trained,
+                make,
+                stepper,
+                workers=self._group.size,
+                staleness=staleness,
+                clip=clip,
+                schedule=schedule,
+                skips_overflows=loss_scaling is not None,
+            )
+            self.optimizer = self._host.optimizer
+        else:
+            trained: list[nn.Parameter] = [parameter for _, parameter in parameter_set.trained]
+            self.optimizer = make_local(make, trained, {})
+        self._learning_rate = LearningRate(self.optimizer, schedule, by_step=False)
+        self._step = 0
+        self._messages: dist.ProcessGroup | None = None
+        self._tally = (0.0, 0.0, 1.0)
+        self._port = self._open_port(ranks)
+        # When nobody has this any more, or the process ends, the server must not wait for this worker.
+        weakref.finalize(self, self._port.leave).atexit = False
+        # At the end the last to register is the first to be called: while the process group is still there.
+        atexit.register(_leave_at_exit, weakref.ref(self._port))
+
+    def set_learning_rate(self, step: int) -> None:  # noqa: ARG002 (the server sets that of each version)
+        self._learning_rate.check_scheduler()
+
+    def start_step(self) -> None:
+        self._port.pull(self._step, self._gradients.weights)
+        self._gradients.start_step()
+        self._is_empty = False
+
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:  # noqa: ARG002 (none has any)
+        """The server sums: a worker has its own numbers alone."""
+        total, count, scaled = HostCopy(
+            tally
+        ).wait()  # unlike tolist, lets the server's threads use the device
+        # The server adds gradients of loss totals: it takes back what the losses were divided by.
+        self._tally = total, count, scaled / count if count else 1.0
+
+    def step(self) -> None:
+        gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
+        result = self._port.push(self._step, gradient)
+        self._step += 1
+        self._is_empty = result.counted == 0
+        overflows = self.loss_scaling is not None and not self._is_empty and not math.isfinite(result.norm)
+        has_update = not self._is_empty and not overflows
+        if self._host is None and has_update:  # the server sets its own; here it is for those who look
+            self._learning_rate.set(result.version - 1)
+        scale = float(self.loss_scale)
+        outcome = Outcome(result.total, result.counted, result.norm, scale, float(overflows))
+        self.numbers = StepNumbers.known(outcome, of_worker=self._is_stale)
+        if self.loss_scaling is not None:
+            self.loss_scaling.after_step(overflows=overflows, refused=self._is_empty)
+
+    @property
+    def refuses(self) -> bool:
+        return self._is_empty
+
+    def publish(self) -> None:
+        """The next pull brings the new weights."""
+
+    def synchronize(self) -> None:
+        """Wait until every worker is here and bring the newest weights, and replica 0's buffers, to all."""
+        self._synchronize()
+
+    def log(self) -> list[Push]:
+        """All that led to the weights as they are, the same on every rank; all must call this."""
+        return self._port.log(self._synchronize())
+
+    def agree(self, tally: Tensor) -> tuple[float, float]:
+        with self._group.ledger.about("metrics"):
+            self._group.all_reduce(tally)
+        total, count, _ = HostCopy(tally).wait()
+        check_counted(count)
+        return total, count
+
+    def owned(self) -> list[OwnedSlice]:
+        if self._host is None:
+            return self._owned_scale()
+        parameters = self._gradients.parameter_set.parameters
+        frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
+        version = OwnedSlice(Slice(ENGINE, "version", (), (), ()), torch.tensor(self._host.server.version))
+        weights = [*self._host.owned(), *(OwnedSlice(whole_slice(name, p), p) for name, p in frozen)]
+        return [*weights, version, *self._owned_scale()]
+
+    def _owned_scale(self) -> list[OwnedSlice]:
+        if self.loss_scaling is None:
+            return []
+        counters, whose = self.loss_scaling.counters(), f"of worker {self._group.rank}"
+        return [
+            OwnedSlice(Slice(ENGINE, f"{part} {whose}", (), (), ()), torch.as_tensor(value).double())
+            for part, value in counters.items()
+        ]
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return [] if self._host is None else self._host.updated_tensors()
+
+    def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
+        """The server's; a worker pulls its weights before each step."""
+        if self._host is not None:
+            self._host.load(saved, in_whole, state=state)
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        workers = self._group.size
+        of_each = [numbers_of(numbers, worker, workers) for worker in range(workers)]
+        own = of_each[self._group.rank]
+        self._step = int(own["begun steps"])
+        if self.loss_scaling is not None:
+            self.loss_scaling.restore(own)
+        if self._host is not None:
+            self._host.server.restore(int(own["version"]), [int(each["begun steps"]) for each in of_each])
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        worker = self._gradients.storages()
+        storages = {"parameters": worker.parameters, "gradients": worker.gradients, "optimizer": []}
+        if self._host is not None:
+            served = self._host.storages()
+            storages["parameters"] += served.parameters
+            storages["gradients"] += served.gradients
+            storages["optimizer"] += self._host.optimizer_storages()
+        return storages
+
+    def close(self, *, failed: bool = False) -> None:
+        self._port.leave()
+        self._gradients.close()
+        if failed:  # connections end with their workers, whose threads may still use the process group
+            return
+        if self._host is not None:
+            self._host.close()
+        if self._messages is not None:
+            dist.destroy_process_group(self._messages)
+            self._messages = None
+
+    def _open_port(self, ranks: Sequence[int]) -> Port:
+        messages = self._messages = open_group(ranks) if self._group.size > 1 else None
+        if self._host is None:
+            assert messages is not None, "a single worker is the server"
+            return RemotePort(messages, self._group.ledger)
+        if messages is not None:
+            self._host.connect(messages)
+        return LocalPort(self._host.server, self._group.ledger)
+
+    def _synchronize(self) -> int:
+        version = self._port.synchronize(self._gradients.weights)
+        self._share_buffers()
+        return version
+
+
+def _leave_at_exit(reference: weakref.ref[Port]) -> None:
+    port = reference()
+    if port is not None:
+        port.leave()

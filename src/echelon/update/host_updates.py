@@ -1,0 +1,138 @@
+"""offload=optimizer: the user's optimizer over twins in host memory, and who waits for what it makes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from echelon.collectives.mesh import Mesh
+from echelon.errors import UserError
+from echelon.hardware import usable_cores
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import Sharing, Zero
+from echelon.parallel.data.zero.new_weights import NewWeights, ResidentWeights
+from echelon.parallel.stage import LocalStages
+from echelon.plan import Plan
+from echelon.state.ownership import LocalParameter
+from echelon.update.offload.host_twins import HostTwins
+from echelon.update.offload.host_worker import HostWorker
+from echelon.update.offload.optimizer import HostStepper
+from echelon.update.optim.needs import Need, need_of
+from echelon.update.precision import KeyedRounding, Placement
+
+
+def updates_on_host(plan: Plan) -> bool:
+    return "optimizer" in plan.offload
+
+
+def make_host_stepper(
+    optimizer: torch.optim.Optimizer,
+    local: LocalStages,
+    mesh: Mesh,
+    wrapping: Wrapping,
+    rounding: KeyedRounding | None,
+    placements: Mapping[nn.Parameter, Placement],
+    *,
+    masters: bool,
+) -> HostStepper:
+    """The optimizer, of the model's own parameters, over their twins on the host."""
+    check_host_optimizer(optimizer, mesh)
+    plan = mesh.plan
+    units = [unit for sharing in local.sharings for unit in _units(sharing)]
+    every = [each for unit in units for each in unit]
+    runs = {
+        each.tensor: sharing.host_run(each)
+        for sharing in local.sharings
+        for each in sharing.local_parameters()
+    }
+    twins = HostTwins(
+        every,
+        mesh.boundary,
+        masters=masters,
+        rounding=rounding,
+        placements=placements,
+        standing={tensor: run for tensor, run in runs.items() if run is not None},
+        in_place=plan.delay == 0,
+    )
+    stepper = HostStepper(
+        lambda _: optimizer,
+        local.trained(),
+        units,
+        twins,
+        mesh.boundary,
+        HostWorker(mesh.device, _num_threads(mesh)),
+        delay=plan.delay > 0,
+        in_backward=plan.update != "step",
+    )
+    watched = [
+        NewWeights(sharing.parameter_set, sharing.kept_whole(), stepper.wait, wrapping)
+        for sharing in local.sharings
+    ]
+
+    def expect(expected: Sequence[LocalParameter]) -> None:
+        for each in watched:
+            each.expect(expected)
+
+    def arrive(arrived: Sequence[LocalParameter]) -> None:
+        for each in watched:
+            each.arrive(arrived)
+
+    stepper.weights.on_expect, stepper.weights.on_arrive = expect, arrive
+    resident = [
+        ResidentWeights(sharing.resident_parameters(), stepper.check)
+        for sharing in local.sharings
+        if isinstance(sharing, Zero)
+    ]
+
+    def hide_all() -> None:
+        for of_set in watched:
+            of_set.hide()
+        for of_zero in resident:
+            of_zero.hide()
+
+    stepper.on_failure = hide_all
+    for sharing in local.sharings:
+        sharing.wait_for_weights = stepper.wait
+    return stepper
+
+
+def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Refuse what cannot update on the host."""
+    name, plan = type(optimizer).__name__, mesh.plan
+    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
+    if any(group.get("capturable") for each in inside for group in each.param_groups):
+        raise UserError(
+            f"optimizer {name}(capturable=True) with plan '{plan}': it is for CUDA graphs, and the update "
+            "runs on the host; drop capturable, or offload=optimizer"
+        )
+    has_parts = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
+    need = need_of(optimizer)
+    if has_parts and need is Need.WHOLE:
+        raise UserError(
+            f"optimizer {name} with plan '{plan}': it needs whole parameters, which ranks would put together "
+            "on a device, and the update runs on the host; use zero=0, tensor=1 and expert=1, or drop "
+            "offload=optimizer"
+        )
+    if has_parts and need is Need.SUMS and mesh.device.type == "cuda" and mesh.group("all").size > 1:
+        raise UserError(
+            f"optimizer {name} with plan '{plan}': ranks add up its sums over a network of GPUs, and the "
+            "update runs on the host; use zero=0, tensor=1 and expert=1, another optimizer, or drop "
+            "offload=optimizer"
+        )
+
+
+def _units(sharing: Sharing) -> list[list[LocalParameter]]:
+    """The local parameters of a set by its units, in the order of the model; what is in none comes last."""
+    units = sharing.parameter_set.units
+    number = {parameter: index for index, unit in enumerate(units) for _, parameter in unit.parameters}
+    groups: list[list[LocalParameter]] = [[] for _ in range(len(units) + 1)]
+    for each in sharing.local_parameters():
+        groups[number.get(each.parameter, len(units))].append(each)
+    return [group for group in groups if group]
+
+
+def _num_threads(mesh: Mesh) -> int | None:
+    """A rank's share of the cores, beside a GPU; on the CPU, those that the rank computes with."""
+    if mesh.device.type != "cuda":
+        return None
+    return max(1, usable_cores() // max(1, min(mesh.plan.ranks, torch.cuda.device_count())))

@@ -1,0 +1,150 @@
+"""The numbers of an update: summed over ranks on the device, and read when somebody looks.
+
+Reading a number from a CUDA device stops the host until all work that was queued before it is done, and the
+device then has nothing to do until the host has queued more. So a step reads nothing. `StepNumbers` starts a
+copy to the host, and only `read` waits for it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.errors import UserError
+from echelon.parallel.data import Problem
+
+_NO_SAMPLE = "no replica had a sample that the loss counts; give the step one that has"
+_NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every worker at least one per step"
+
+
+class Outcome(NamedTuple):
+    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient; what losses
+    were scaled by, and how many updates were skipped because gradients were not finite."""
+
+    total: float
+    counted: float
+    norm: float
+    loss_scale: float = 1.0
+    num_skipped: float = 0.0
+    auxiliary: float = 0.0  # losses of gates, which are no part of the total
+
+
+class GateNumbers(NamedTuple):
+    """What gates add to the numbers of an update: this rank's share of their losses, for each gate whether
+    its statistics are not finite, and what the user reads then."""
+
+    auxiliary: Tensor
+    is_broken: Tensor
+    errors: Sequence[str]
+
+
+@final
+class HostCopy:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> list[float]:
+        """The values, as soon as they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+@final
+class StepNumbers:
+    """Loss total, count, norm and problems of one update, the same on every rank."""
+
+    def __init__(
+        self,
+        values: Tensor | Sequence[float],
+        *,
+        may_be_empty: bool = False,
+        of_worker: bool = False,
+        gate_errors: Sequence[str] | None = None,
+    ) -> None:
+        """`values`: the first five of `Outcome`, and flags for each `Problem` where there may be any.
+
+        `may_be_empty`: an update of no samples is no error. `of_worker`: it is of one worker's samples.
+        `gate_errors`: of each gate; then its flag follows among `values`, and at the end the auxiliary loss.
+        """
+        self._values = values  # until they are read
+        self._gate_errors = gate_errors
+        self._may_be_empty, self._of_worker = may_be_empty, of_worker
+        self._copy = HostCopy(values) if isinstance(values, Tensor) else None
+        self._outcome: Outcome | None = None
+        self._error: str | None = None
+
+    @classmethod
+    def known(cls, outcome: Outcome, *, of_worker: bool = False) -> "StepNumbers":
+        """Numbers that are on the host already."""
+        return cls(outcome, of_worker=of_worker, gate_errors=())
+
+    @property
+    def norm(self) -> float | Tensor:
+        """Where it is: on the device, if the numbers came from there and nobody has read them."""
+        return self._values[2]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._copy is None or self._copy.is_ready
+
+    @property
+    def outcome(self) -> Outcome:
+        """The numbers, also if the update was refused. Waits for the device."""
+        if self._outcome is None:
+            values = self._values if self._copy is None else self._copy.wait()
+            total, counted, norm, scale, skipped, *flags = map(float, values)
+            auxiliary = 0.0 if self._gate_errors is None else flags.pop()
+            norm = math.inf if skipped and math.isnan(norm) else norm  # a difference of two infinities
+            self._outcome = Outcome(total, counted, norm, scale, skipped, auxiliary)
+            self._error = self._first_error(self._outcome, flags)
+            self._values, self._copy = self._outcome, None  # gives pinned memory back to torch
+        return self._outcome
+
+    def error(self) -> UserError | None:
+        """Why the update was refused, if it was. Waits for the device."""
+        _ = self.outcome
+        return None if self._error is None else UserError(self._error)
+
+    def read(self) -> Outcome:
+        """The numbers; raises if the update was refused. Waits for the device."""
+        error = self.error()
+        if error is not None:
+            raise error
+        return self.outcome
+
+    def _first_error(self, outcome: Outcome, flags: Sequence[float]) -> str | None:
+        errors = self._gate_errors or ()
+        of_gates, of_problems = flags[len(flags) - len(errors) :], flags[: len(flags) - len(errors)]
+        if any(of_gates):
+            return next(error for error, flag in zip(errors, of_gates, strict=True) if flag)
+        if any(of_problems):
+            return next(problem.value for problem, flag in zip(Problem, of_problems, strict=True) if flag)
+        if outcome.counted != 0 or self._may_be_empty:
+            return None
+        return _NO_SAMPLE_HERE if self._of_worker else _NO_SAMPLE
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepNumbers.known, (self.read(),)
+
+
+def check_counted(counted: float) -> None:
+    """Refuse a mean over nothing."""
+    if counted == 0:
+        raise UserError(_NO_SAMPLE)

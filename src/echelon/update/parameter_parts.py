@@ -1,0 +1,94 @@
+"""Where what this rank updates lies in whole parameters: for optimizers that need more than single elements.
+
+A local tensor is a run of the elements of a parameter (zero), which itself may be a part of the whole one
+(tensor, expert). Either way it is a few boxes of the whole parameter.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.mesh import Mesh
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import LocalStages
+from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run
+from echelon.update.optim.exchange import Exchange, Part, Round, whole_box
+from echelon.update.precision import LocalStepper
+
+
+class LocalBoxes(NamedTuple):
+    """A local parameter as boxes of the whole one."""
+
+    local: LocalParameter
+    sharing: int  # the number of its sharing on this rank
+    slices: list[Slice]  # of this rank's part of the parameter
+    layers: LayerSharding
+
+    def of(self, tensor: Tensor) -> list[OwnedSlice]:
+        """The boxes that a tensor like the local one (its gradient, say) holds, and the memory of each."""
+        if len(self.slices) == 1 and self.slices[0].is_whole:
+            held = [OwnedSlice(self.slices[0], tensor.detach().view(self.slices[0].sizes))]
+        else:
+            held = own_run(tensor, self.slices)
+        return [box for each in held for box in self.layers.in_whole(each)]
+
+    def held(self) -> list[Slice]:
+        """The boxes alone, whether or not the local parameter has memory now."""
+        return [box.slice for box in self.of(torch.empty_like(self.local.tensor, device="meta"))]
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        return [box.tensor for box in self.of(tensor)]
+
+
+def local_boxes(stages: LocalStages, layers: LayerSharding) -> Iterator[LocalBoxes]:
+    """What this rank updates, as boxes of whole parameters."""
+    numbers = {sharing: number for number, sharing in enumerate(stages.sharings)}
+    for sharing, local in stages.slices():
+        yield LocalBoxes(local, numbers[sharing], sharing.slices(local), layers)
+
+
+def make_exchange(
+    stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh, device: torch.device
+) -> Exchange:
+    """How an optimizer adds up its sums: over the ranks with other parts of the same copy, then, of what
+    layers split, over tensor ranks, and of experts over the ranks with the others.
+
+        experts | experts in parts | matrices in parts | all other parameters
+    """
+    trained = [named for sharing in stages.sharings for named in sharing.parameter_set.trained]
+
+    def kind(named: tuple[str, Tensor]) -> int:
+        is_expert, is_split = (each(named[0]) is not None for each in (layers.experts_of, layers.shard_of))
+        return int(is_split) if is_expert else 2 if is_split else 3
+
+    ordered = sorted(trained, key=kind)
+    ends = [sum(kind(named) < number for named in ordered) for number in (1, 2, 3)]
+    index = {parameter: number for number, (_, parameter) in enumerate(ordered)}
+    parts: dict[Tensor, Part] = {}
+    for boxes in local_boxes(stages, layers):
+        updated = stepper.updated(boxes.local)
+        held = boxes.held()
+        places = [whole_box(each.shape) if each.is_whole else each.box for each in held]
+        parts[updated] = Part(index[boxes.local.parameter], places, boxes.views)
+    rounds = [Round(mesh.group("shard"), len(ordered), skipped=ends[1])] if mesh.plan.zero else []
+    if ends[1]:
+        rounds += [Round(mesh.group("expert_shard"), ends[1])] if mesh.plan.zero else []
+        rounds += [Round(mesh.group("expert"), ends[1])]
+    rounds += [Round(mesh.group("tensor"), ends[2], skipped=ends[0])]
+    return Exchange(
+        [_whole_shape(name, parameter, layers) for name, parameter in ordered],
+        parts,
+        [each for each in rounds if each.group.size > 1],
+        reduce(torch.promote_types, (p.dtype for _, p in ordered), torch.float32),
+        device,
+    )
+
+
+def _whole_shape(name: str, parameter: Tensor, layers: LayerSharding) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    for shard in layers.shards_of(name):
+        shape = shard.whole_shape(shape)
+    return shape

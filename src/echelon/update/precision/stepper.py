@@ -1,0 +1,332 @@
+"""One update of the local parameters of a rank: in their own type, or through float32 masters.
+
+Below float32 a weight is too coarse to add small updates to. There the optimizer works on float32 copies, the
+masters; after each update the weights are rounded from them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+from echelon.state.checkpoint import SavedParameter
+from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice
+from echelon.update.optim.local import Make, make_local
+from echelon.update.optim.needs import need_of, works_by_element
+from echelon.update.precision.flat_memory import dense_strides, flat_views
+from echelon.update.precision.float32_gradients import as_float32, divide
+from echelon.update.precision.fused_adam import FusedAdam
+from echelon.update.precision.gradient_check import check_gradient
+from echelon.update.precision.optimizer_call import (
+    DeviceCall,
+    Factor,
+    HostCall,
+    OptimizerCall,
+    Skip,
+    has_step_hooks,
+    restricted,
+)
+from echelon.update.precision.saved_state import load_state
+
+
+class Stepper(ABC):
+    """Applies the optimizer to local parameters, with gradients scaled by a factor."""
+
+    by_unit = False  # whether weights are on the device one unit at a time
+    on_host = False  # whether it updates what lies in host memory
+    loses_change = False  # whether an update that is late will overwrite what the user has written
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
+        """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""
+        self.optimizer = optimizer
+        self._call: OptimizerCall = DeviceCall(optimizer) if deferred else HostCall(optimizer)
+
+    def start_step(self) -> None:  # noqa: B027 (nothing to do where no update is under way between steps)
+        """A step begins; the gradients of the last one will be overwritten."""
+
+    def start_update(self, number: int) -> None:  # noqa: B027 (nothing to do where nothing is drawn)
+        """Update `number`, from 0, begins: of all parameters at once or of one unit after the other."""
+
+    @abstractmethod
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        """Update everything that has a gradient, or what has one of a `unit`; where `skip`, nothing.
+        Gradients may be changed."""
+
+    def check_gradients(self, unit: Sequence[LocalParameter]) -> None:  # noqa: B027 (a part is never sparse)
+        """Raise if the optimizer cannot take a gradient of a `unit`. Changes nothing."""
+
+    def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
+        """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
+        return {}
+
+    @abstractmethod
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        """Take the state of a local parameter, and its master, from a checkpoint; what there was is gone. The
+        weight is loaded already. Talks to no one."""
+
+    def changed(self) -> list[LocalParameter]:
+        """Those that somebody has changed since the last update, of weights that come from elsewhere."""
+        return []
+
+    def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
+        # are updated themselves)
+        """Between two updates: somebody has changed these weights. What stands for them here follows, in the
+        elements that are others now. Talks to no one."""
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates on this rank, each with the name of its parameter."""
+        return []
+
+    def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:
+        """The device's memory of the state of local parameters."""
+        return [tensor for each in local for tensor in self.state(each).values()]
+
+    def gradients_in_flight(self) -> list[Tensor]:
+        """Gradients that only a copy to the host still needs."""
+        return []
+
+    def wait(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (an update is over when `step` is)
+        """Return when the new weights of local parameters are there."""
+
+    def finish(self, *, for_a_look: bool = False) -> bool:  # noqa: ARG002
+        """Return when no update is under way, and the newest weights are there: true, if ranks must share
+        them again, since an update was kept back. `for_a_look`: `go_back` undoes that before the next step.
+        """
+        return False
+
+    def go_back(self) -> bool:
+        """Between two steps: keep back again what came up for a look; true, if ranks must share weights."""
+        return False
+
+    def close(self) -> None:  # noqa: B027
+        """Finish what is under way, and end all threads. Talks to no one."""
+
+    @property
+    def whole_parts(self) -> frozenset[str]:
+        """The names of state that is of whole parameters, whatever part of one this rank updates."""
+        parts: frozenset[str] = getattr(self.optimizer, "whole_state", frozenset())
+        return parts
+
+    def held_whole(self) -> list[OwnedSlice]:
+        """State of parameters that this rank updates whole, for all ranks that hold parts of them."""
+        return []
+
+
+class LocalStepper(Stepper):
+    """The optimizer updates something in place of each local parameter."""
+
+    _local: Sequence[LocalParameter]
+
+    @abstractmethod
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        """What the optimizer updates in place of a local parameter."""
+
+    def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
+        for each in unit:
+            if each.tensor.grad is not None:
+                check_gradient(self.optimizer, each.name, self.updated(each), each.tensor.grad)
+
+    def state(self, local: LocalParameter) -> dict[str, Tensor]:
+        return state_tensors(self.optimizer, self.updated(local))
+
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        strides = dense_strides(local.tensor)
+        load_state(self.optimizer, self.updated(local), strides, saved, self.whole_parts)
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return [(each.name, self.updated(each)) for each in self._local]
+
+
+@final
+class DirectStepper(LocalStepper):
+    """The optimizer works on the weights themselves."""
+
+    def __init__(
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        local: list[LocalParameter],
+        *,
+        deferred: bool = False,
+    ) -> None:
+        optimizer = make_local(make, parameters, by_parameter(local, local))
+        super().__init__(optimizer, deferred=deferred)
+        self._local = local
+
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        parameters = with_gradients(self._local if unit is None else unit)
+        with nullcontext() if unit is None else restricted(self.optimizer, parameters):
+            self._call(parameters, factor, skip)
+
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        return local.tensor
+
+
+@final
+class MasterStepper(LocalStepper):
+    """The optimizer works on float32 copies of the weights, which share one memory.
+
+    They are made for the first update: until then they are what the weights are, and take no memory.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        local: list[LocalParameter],
+        *,
+        deferred: bool = False,
+    ) -> None:
+        self._local = local
+        self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
+        self._has_masters = False
+        self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
+        copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
+        optimizer = make_local(make, parameters, by_parameter(local, copies))
+        super().__init__(optimizer, deferred=deferred)
+        self._fused = FusedAdam(optimizer) if deferred else None
+
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        if not self._has_masters:
+            self._make_masters()
+        if self._not_made:
+            self._fill_masters(unit if self.by_unit else None)
+        weights = with_gradients(self._local if unit is None else unit)
+        if not takes_portions(self.optimizer):
+            self._step(weights, factor, skip)
+            return
+        if self._fused is not None:
+            prepared = self._fused.prepare(weights, [self._masters[weight] for weight in weights])
+            if prepared is not None:
+                self._fused.step(prepared, factor, skip)
+                return
+        skip = self._call.readable(skip)
+        for portion in divide(weights, [self._masters[weight] for weight in weights]):
+            self._step(portion, factor, skip)
+
+    @torch.no_grad()
+    def _make_masters(self) -> None:
+        views = flat_views([weight.detach() for weight in self._masters], torch.float32)
+        for master, view in zip(self._masters.values(), views, strict=True):
+            master.data = view
+        self._has_masters, self._not_made = True, set(self._masters)
+
+    @torch.no_grad()
+    def _fill_masters(self, unit: Sequence[LocalParameter] | None) -> None:
+        given = [each.tensor for each in (self._local if unit is None else unit)]
+        weights = [weight for weight in given if weight in self._not_made]
+        copy_all([self._masters[weight] for weight in weights], weights)
+        self._not_made.difference_update(weights)
+
+    def _step(self, weights: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
+        masters = [self._masters[weight] for weight in weights]
+        for master, gradient in zip(masters, as_float32(weights, masters), strict=True):
+            master.grad = gradient
+        self._call(masters, factor, skip)
+        with torch.no_grad():
+            copy_all(weights, masters)
+        for master in masters:
+            master.grad = None  # the memory is a bucket's, or is needed no more
+
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        return self._masters[local.tensor]
+
+    def take_over(self, local: Sequence[LocalParameter]) -> None:
+        if self._has_masters:
+            for each in local:
+                if each.tensor not in self._not_made:
+                    follow(self._masters[each.tensor], each.tensor)
+
+    @torch.no_grad()
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        if saved.has_finer(local.tensor.dtype):
+            if not self._has_masters:
+                self._make_masters()
+            saved.fill(saved.finest, self.updated(local).detach())
+            self._not_made.discard(local.tensor)
+        elif self._has_masters:
+            self._not_made.add(local.tensor)
+        if self._fused is not None:
+            self._fused.forget()
+        super().load(local, saved)
+
+    def state(self, local: LocalParameter) -> dict[str, Tensor]:
+        is_made = self._has_masters and local.tensor not in self._not_made
+        known = {MASTER: self.updated(local).detach()} if is_made else {}
+        return known | super().state(local)
+
+
+def with_gradients(local: Sequence[LocalParameter]) -> list[nn.Parameter]:
+    return [each.tensor for each in local if each.tensor.grad is not None]
+
+
+def without_memory(weight: Tensor) -> Tensor:
+    """A float32 tensor of the same shape that stands for a copy."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
+
+def takes_portions(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several calls, each for some of the parameters, are the same as one, also where ranks do not
+    call alike: true of torch's optimizers whose state is of single parameters."""
+    return works_by_element(optimizer) and not _is_watched(optimizer)
+
+
+def takes_units(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several calls, each for some of the parameters, are the same as one, if all ranks call alike:
+    true of optimizers that look at one parameter at a time."""
+    return need_of(optimizer) is not None and not _is_watched(optimizer)
+
+
+def check_takes_units(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that must not be called once for each unit."""
+    if not takes_units(optimizer):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} with updates in the backward pass: its step() is called "
+            "once for each unit, which is right only for optimizers that update each parameter by itself, "
+            "and whose steps nobody watches by a hook or replaces; use one of torch's, drop the hooks, or "
+            "use update=step"
+        )
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody hears of the calls, by a hook or in place of `step`."""
+    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", ())
+    return has_other_step(optimizer) or has_step_hooks(optimizer) or any(map(_is_watched, inside))
+
+
+def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has replaced `step` of this very optimizer."""
+    replaced = vars(optimizer).get("step")
+    return replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, with few kernels."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+@torch.no_grad()
+def follow(master: Tensor, weight: Tensor) -> None:
+    """Give a master the elements of a weight that are not those which it was rounded to."""
+    is_same = master.to(weight.dtype) == weight
+    master.copy_(torch.where(is_same, master.detach(), weight.detach().to(master.dtype)))
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> dict[str, Tensor]:
+    """The optimizer's state of one tensor that it updates."""
+    state = optimizer.state.get(updated, {})
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def by_parameter(
+    local: list[LocalParameter], updated: list[LocalParameter]
+) -> dict[nn.Parameter, list[nn.Parameter]]:
+    result: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for each, replacement in zip(local, updated, strict=True):
+        result.setdefault(each.parameter, []).append(replacement.tensor)
+    return result

@@ -1,0 +1,74 @@
+"""Updates of units in the backward pass: each as soon as its gradients are summed over ranks.
+
+The factor of its gradients is 1, since losses were divided by the count of the step before the backward pass,
+and nobody clips. The squares of gradients add up to those of the step's norm, unit by unit.
+
+The first step is rehearsed (rehearsal.py): its passes run once without updates, and again with them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import final
+
+import torch
+from torch import Tensor
+
+from echelon.parallel.data import Sharing, SummedUnit, squared_norm
+from echelon.state.ownership import LocalParameter
+from echelon.update.precision import Stepper, check_takes_units
+from echelon.update.rehearsal import Rehearsal
+
+
+@final
+class UnitUpdates:
+    """Hears of every unit of this rank whose gradients are summed, and updates it."""
+
+    def __init__(self, sharings: Sequence[Sharing], stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._square: Tensor | None = None
+        # Whether the update must change nothing, for want of samples; asked when a unit is complete.
+        self.skip: Callable[[], bool | Tensor] = lambda: False
+        self.on_unit: Callable[[], None] = lambda: None  # before its gradients are used
+        self.rehearsal: Rehearsal | None = None  # while a step is rehearsed
+        self.has_updated = False  # whether weights are between those of before and after a step
+        for sharing in sharings:
+            sharing.on_unit = self._update
+
+    @contextmanager
+    def rehearse(self, see: Callable[[Sequence[LocalParameter]], None]) -> Iterator[None]:
+        """Inside, steps update nothing. `see`: looks at the gradients of each unit."""
+        self.rehearsal = Rehearsal(self._stepper, see)
+        try:
+            yield
+        finally:
+            self.rehearsal.restore()
+            self.rehearsal = None
+
+    def start_step(self, number: int) -> None:
+        """Update `number` begins, counted from 0."""
+        check_takes_units(self._stepper.optimizer)  # somebody may have added a hook
+        self._square, self.has_updated = None, False
+        if self.rehearsal is None:
+            self._stepper.start_update(number)
+
+    def finish_passes(self) -> None:
+        """No layer runs any more in this step."""
+        if self.rehearsal is not None:
+            self.rehearsal.restore()
+
+    def square(self, device: torch.device) -> Tensor:
+        """The sum of squares of all gradients of the step that this rank counts."""
+        return torch.zeros((), dtype=torch.float64, device=device) if self._square is None else self._square
+
+    def _update(self, unit: SummedUnit) -> None:
+        self.on_unit()
+        if unit.norm_share:
+            square = squared_norm(unit.norm_share, unit.norm_share[0].device)
+            self._square = square if self._square is None else self._square + square
+        if self.rehearsal is not None:
+            with unit.present():
+                self.rehearsal.use(unit)
+            return
+        self.has_updated = True
+        with nullcontext() if self._stepper.on_host else unit.present():
+            self._stepper.step(1.0, self.skip(), unit.local)

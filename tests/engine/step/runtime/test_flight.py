@@ -1,0 +1,75 @@
+"""What a microbatch keeps between the forward and the backward of a stage."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.engine.step.runtime.flight import Flight, Value, wanted
+from echelon.engine.step.runtime.message import Gradients
+from echelon.engine.step.runtime.structure import Spec
+from echelon.nn.autograd.graph_entry import enter
+from tests.cases import stop
+
+
+def entered(*tensors: Tensor) -> tuple[list[Tensor], Flight]:
+    """What a stage sees of inputs that another stage has sent, and its flight."""
+    spec, values = Spec.of([tensor.requires_grad_(tensor.is_floating_point()) for tensor in tensors])
+    leaves = Value(spec, [value.detach() for value in values]).as_leaves()
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    return [enter(leaf) for leaf in leaves], Flight(inputs, wanted(spec.leaves))
+
+
+def backward(flight: Flight, *gradients: Tensor | None) -> list[Any]:
+    outputs, known = flight.known(Gradients(list(gradients)))
+    torch.autograd.backward(outputs, known)
+    return [None if gradient is None else gradient.tolist() for gradient in flight.take_gradients()]
+
+
+def test_gradients_come_back_for_what_wants_one_and_are_taken_once() -> None:
+    (x, tokens, y), flight = entered(torch.ones(2), torch.tensor([1, 2]), torch.ones(2))
+    value = flight.leave((x * 2 + y * tokens, tokens))
+    assert [leaf.dtype for leaf in flight.input_leaves] == [torch.float32, torch.float32]
+    assert [leaf.dtype for leaf in flight.output_leaves] == [torch.float32]
+    assert all(tensor.grad_fn is None for tensor in value.tensors), "the next stage gets values alone"
+    assert backward(flight, torch.ones(2)) == [[2, 2], [1, 2]]
+    assert flight.take_gradients() == [None, None]
+
+
+def test_where_no_gradient_comes_there_is_none_and_not_zeros() -> None:
+    (x, y), flight = entered(torch.ones(2), torch.ones(2))
+    flight.leave(x + stop(y))
+    assert backward(flight, torch.ones(2)) == [[1, 1], None]
+
+
+def test_outputs_without_a_gradient_are_left_out() -> None:
+    (x,), flight = entered(torch.ones(2))
+    flight.leave((x * 2, x * 3))
+    assert backward(flight, None, torch.ones(2)) == [[3, 3]]
+
+
+def test_a_stage_may_change_its_input_in_place() -> None:
+    (x,), flight = entered(torch.ones(2))
+    flight.leave_with_loss(x.mul_(3).sum())
+    assert backward(flight, torch.ones(())) == [[3, 3]]
+
+
+def test_without_gradients_nothing_is_watched() -> None:
+    with torch.no_grad():
+        (x,), flight = entered(torch.ones(2))
+        flight.leave_with_loss(x.sum())
+    assert (flight.inputs, flight.outputs) == ([], [])
+
+
+def test_a_view_of_a_weight_is_passed_on_without_gradients() -> None:
+    # torch says that it requires a gradient, and has no way back from it: evaluate ended in an error.
+    token = torch.nn.Parameter(torch.ones(1, 2))
+    with torch.no_grad():
+        flight = Flight()
+        value = flight.leave(token.expand(3, 2))
+    assert (flight.outputs, flight.output_leaves) == ([], [])
+    assert [leaf.wants_gradient for leaf in value.spec.leaves] == [False]
+    flight.leave(token.expand(3, 2))
+    assert backward(flight, torch.ones(3, 2)) == []
+    assert token.grad is not None
+    assert token.grad.tolist() == [[3, 3]]

@@ -1,0 +1,173 @@
+"""Which program runs on which microbatches, and what a step that failed leaves."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.engine import Engine
+from echelon.errors import UserError
+from echelon.launching import RankFailed, Ranks
+from echelon.program import Instruction
+from tests.cases import Perceptron, adamw, mean_loss, vectors
+from tests.parallel.pipeline.models import Hidden
+
+Warm = Callable[[int], Ranks]
+
+
+def engine_for(plan: str, make: Callable[[], nn.Module]) -> Engine:
+    torch.manual_seed(0)
+    return echelon.parallelize(make(), plan, optimizer=adamw, loss=mean_loss, audit="off")
+
+
+def one_stage(plan: str) -> Engine:
+    return engine_for(plan, Perceptron)
+
+
+# The program.
+
+
+def instructions(engine: Engine) -> str:
+    """What the last step executed, as text."""
+    return " ".join(str(word) for word in (describe(span.instruction) for span in engine.spans))
+
+
+def describe(instruction: Instruction) -> str:
+    number = "" if instruction.microbatch is None else str(instruction.microbatch)
+    return f"{instruction.op.value}{number}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "computed"),
+    [
+        ("gpipe", "F0 F1 F2 F3 B0 B1 B2 B3"),
+        ("1f1b", "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ("naive", "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ("zero-bubble", "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"),
+    ],
+)
+def test_one_stage_runs_the_program_of_the_plan(schedule: str, computed: str) -> None:
+    """Every schedule ran as naive there."""
+    engine = one_stage(f"schedule={schedule} microbatches=4")
+    engine.step(vectors(0))
+    assert instructions(engine) == f"{computed} REDUCE NORM UPDATE PUBLISH"
+
+
+def test_a_replica_with_few_samples_runs_the_same_schedule_with_fewer_microbatches() -> None:
+    engine = one_stage("schedule=gpipe microbatches=4")
+    inputs, targets = vectors(0)
+    engine.step((inputs[:3], targets[:3]))
+    assert instructions(engine) == "F0 F1 F2 B0 B1 B2 REDUCE NORM UPDATE PUBLISH"
+
+
+def test_a_schedule_file_for_one_stage_is_executed_as_written(tmp_path: Path) -> None:
+    """It was checked, and then naive ran instead."""
+    path = tmp_path / "own.txt"
+    path.write_text("rank 0: F1 F0 B0 F2 B2 B1\n")
+    engine = one_stage(f"schedule={path} microbatches=3")
+    engine.step(vectors(0))
+    assert instructions(engine) == "F1 F0 B0 F2 B2 B1 REDUCE NORM UPDATE PUBLISH"
+
+
+# Failures.
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.fail = nn.Linear(6, 6), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail:
+            raise RuntimeError("failed on purpose")
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def fragile_in_the_middle() -> nn.Module:
+    return nn.Sequential(Hidden(), Fragile(), nn.Linear(6, 5))
+
+
+def fragile_first() -> nn.Module:
+    return nn.Sequential(Fragile(), nn.Linear(6, 5))
+
+
+def failing_on_one_rank() -> None:
+    engine = engine_for("pipeline=3 microbatches=4", fragile_in_the_middle)
+    engine.step(vectors(0))
+    engine.module[1].fail = True
+    engine.step(vectors(1))
+
+
+def test_a_forward_that_fails_ends_all_ranks_with_its_error() -> None:
+    with pytest.raises(RankFailed, match="rank 1 raised RuntimeError: failed on purpose"):
+        echelon.launch(failing_on_one_rank, 3, deadline=20.0)
+
+
+def stepping_on_after_a_failure(call: str) -> None:
+    """The first rank takes its own failure lightly; the other waits in the step that failed."""
+    engine = engine_for("pipeline=2 microbatches=2", fragile_first)
+    engine.module[0].fail = True
+    if engine.mesh.rank == 1:
+        engine.step(vectors(0))
+    with pytest.raises(RuntimeError, match="failed on purpose"):
+        engine.step(vectors(0))
+    engine.module[0].fail = False
+    getattr(engine, call)(vectors(1))
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_step_after_a_failed_one_is_refused(call: str) -> None:
+    with pytest.raises(UserError, match=r"an earlier step failed in the middle.*; start again"):
+        echelon.launch(stepping_on_after_a_failure, 2, call, deadline=20.0)
+
+
+def test_with_one_stage_no_other_rank_is_in_the_failed_step_and_the_next_one_works() -> None:
+    engine = echelon.parallelize(
+        fragile_first(), "microbatches=2", optimizer=adamw, loss=mean_loss, audit="off"
+    )
+    engine.module[0].fail = True
+    with pytest.raises(RuntimeError, match="failed on purpose"):
+        engine.step(vectors(0))
+    engine.module[0].fail = False
+    assert engine.step(vectors(0)).loss > 0
+
+
+class FragileModel(nn.Module):
+    """Fails where `fail` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail:
+            raise RuntimeError("failed on purpose")
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def steps_around_a_failure(plan: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Training with a failed step in the middle, and training without it."""
+    results = []
+    for failing in (True, False):
+        torch.manual_seed(0)
+        model = FragileModel()
+        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss, audit="first")
+        engine.step(engine.local(vectors(0)))
+        if failing:
+            model.fail = True
+            with pytest.raises(RuntimeError, match="failed on purpose"):
+                engine.step(engine.local(vectors(1)))
+            model.fail = False
+        engine.step(engine.local(vectors(2)))
+        results.append(engine.full_state_dict())
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_forward_that_raised_the_next_step_works(warm_ranks: Warm, ranks: int) -> None:
+    for with_failure, without in warm_ranks(ranks).run(steps_around_a_failure, f"data={ranks}"):
+        assert all(torch.equal(value, without[name]) for name, value in with_failure.items())

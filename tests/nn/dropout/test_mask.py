@@ -1,0 +1,139 @@
+"""The mask: fair, independent of everything it should be independent of, and a function of the sample."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.nn.dropout import keep_mask
+from echelon.nn.hashing import hash_of, mix, mix_, signed
+
+SHAPE = (64, 32, 128)
+COUNT = math.prod(SHAPE)
+FIRST_RELEASE = ["1001101111000011", "1100000011001110"]
+
+
+def mask(
+    seed: int = 1, step: int = 2, layer: int = 3, first: int = 0, p: float = 0.5, use: int = 0
+) -> Tensor:
+    return keep_mask(seed, step, layer, first, SHAPE, p, use=use)
+
+
+def sigmas(kept: Tensor, p: float) -> float:
+    """How many standard deviations the mean is from 1 - p."""
+    n = kept.numel()
+    return float((kept.double().mean() - (1 - p)) / math.sqrt(p * (1 - p) / n))
+
+
+def agreement(one: Tensor, other: Tensor) -> float:
+    """Of two fair masks: how many standard deviations from agreeing in half of all elements."""
+    return sigmas(one == other, 0.5)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("seed", [0, 1, -5, 2**63 - 1])
+def test_the_mean_is_right(p: float, seed: int) -> None:
+    assert abs(sigmas(mask(seed, p=p), p)) < 4
+
+
+def test_neighbours_agree_by_chance_alone() -> None:
+    kept = mask().flatten(1)
+    for distance in (1, 2, 3, 4, 8, 64, 128):
+        assert abs(agreement(kept[:, distance:], kept[:, :-distance])) < 4, distance
+        if distance < 64:
+            assert abs(agreement(kept[distance:], kept[:-distance])) < 4, distance
+
+
+def test_seeds_steps_layers_samples_and_uses_are_independent() -> None:
+    base = mask()
+    others = [mask(seed=2), mask(step=3), mask(layer=4), mask(first=64), mask(use=1)]
+    others += [mask(step=3, layer=2), mask(seed=2, step=1), mask(layer=3 + 2**40)]
+    for index, one in enumerate([base, *others]):
+        for other in others[index:]:
+            assert abs(agreement(one, other)) < 4
+
+
+def chi_square(counts: Tensor, expected: float) -> float:
+    """How many standard deviations chi-square is from its mean."""
+    freedom = counts.numel() - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+def test_every_pattern_of_eight_neighbours_is_as_frequent() -> None:
+    for kept in (mask().view(-1, 8), mask().flatten(1).T.reshape(-1, 8)):
+        patterns = (kept.long() << torch.arange(8)).sum(1)
+        assert abs(chi_square(torch.bincount(patterns, minlength=256).double(), COUNT / 8 / 256)) < 4
+
+
+def test_samples_and_positions_keep_as_many_as_chance_would() -> None:
+    kept = mask(p=0.1).flatten(1).double()
+    for dim, each in ((0, kept.shape[0]), (1, kept.shape[1])):
+        variance = each * 0.1 * 0.9
+        spread = ((kept.sum(dim) - each * 0.9) ** 2 / variance).mean()
+        assert abs(float(spread) - 1) < 4 * math.sqrt(2 / kept.shape[1 - dim])
+
+
+def test_patterns_over_steps_are_as_frequent() -> None:
+    """One element over many steps and layers: short counters must not show."""
+    kept = torch.cat(
+        [keep_mask(0, step, layer, 0, (1, 1), 0.5) for step in range(128) for layer in range(32)]
+    )
+    assert abs(sigmas(kept, 0.5)) < 4
+    assert abs(agreement(kept[1:], kept[:-1])) < 4
+    assert abs(agreement(kept[32:], kept[:-32])) < 4
+
+
+def test_p_of_nothing_and_of_everything() -> None:
+    assert mask(p=0.0).all()
+    assert not mask(p=1.0).any()
+    assert mask(p=1e-12).all()
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 7), (12, 5, 3), (12, 0), (0, 4), (12, 1, 1)])
+def test_however_a_batch_is_cut_its_samples_keep_the_same(shape: tuple[int, ...]) -> None:
+    whole = keep_mask(1, 2, 3, 100, shape, 0.3)
+    assert whole.shape == shape
+    assert whole.dtype == torch.bool
+    begin = 0
+    parts = []
+    for size in (5, 1, 0, 6) if shape[0] else (0,):
+        parts.append(keep_mask(1, 2, 3, 100 + begin, (size, *shape[1:]), 0.3))
+        begin += size
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_tiles_are_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = mask()
+    for tile in (1000, 2048 * 7 + 1, COUNT):  # parts of one sample, some samples, all of them
+        monkeypatch.setattr("echelon.nn.dropout.mask._CPU_TILE", tile)
+        assert torch.equal(mask(), whole)
+
+
+def test_the_bits_are_those_of_the_first_release() -> None:
+    """A change of the hash changes every training that goes on from a checkpoint."""
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # splitmix64's first number from seed 0
+    kept = keep_mask(1, 2, 3, 4, (2, 16), 0.5)
+    assert ["".join("01"[bit] for bit in row) for row in kept.int().tolist()] == FIRST_RELEASE
+
+
+def test_whole_numbers_and_tensors_are_mixed_alike() -> None:
+    numbers = [hash_of(index) for index in range(50)]
+    mixed = mix_(torch.tensor([signed(number) for number in numbers]))
+    assert mixed.tolist() == [signed(mix(number)) for number in numbers]
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (5, 6), (5, 4, 12), (5, 4, 6), (5, 4, 3, 6)])
+@pytest.mark.parametrize("some", [False, True])
+def test_a_part_of_the_last_dim_keeps_what_the_whole_does(shape: tuple[int, ...], some: bool) -> None:
+    """Also when it is of some positions alone, and when one hash decides for two parts."""
+    indices = torch.tensor([1, 3]) if some and len(shape) > 2 else None
+    whole = keep_mask(1, 2, 3, 100, shape, 0.3)
+    seen = whole if indices is None else whole[:, indices]
+    for parts in (1, 2, 3):
+        shape_here = (*seen.shape[:-1], shape[-1] // parts)
+        found = [
+            keep_mask(1, 2, 3, 100, shape_here, 0.3, indices=indices, feature_part=(n, parts))
+            for n in range(parts)
+        ]
+        assert torch.equal(torch.cat(found, -1), seen)

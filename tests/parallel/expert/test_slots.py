@@ -1,0 +1,111 @@
+"""Rows of slots to other ranks and back, without ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import Ledger
+from echelon.nn.experts.sorting import sort_slots
+from echelon.parallel.expert.dispatch import Dispatch, plan_dispatch
+from echelon.parallel.expert.journey import Journey, _Start, _Wait
+from echelon.parallel.expert.slots import counts_of, inverse_of, mix_rows, permute, take_rows
+
+INDICES = torch.tensor([[2, 0], [0, 3], [1, 2]])  # of 3 experts: one slot is dropped
+
+
+def test_rows_of_slots_and_their_gradients() -> None:
+    slots = sort_slots(INDICES, 3)
+    assert counts_of(slots).tolist() == [2, 1, 2]
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    rows = take_rows(x, slots, 5)
+    assert torch.equal(rows, x[[0, 1, 2, 0, 2]])
+    weights = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    mixed = mix_rows(rows * 2, weights, slots)
+    kept = weights * torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]).double()
+    expected = 2 * x * kept.sum(1, keepdim=True)
+    assert torch.allclose(mixed, expected, atol=1e-14)
+    gradient = torch.randn(3, 4, dtype=torch.float64)
+    for found, wanted in zip(
+        torch.autograd.grad(mixed, [x, weights], gradient, retain_graph=True),
+        torch.autograd.grad(expected, [x, weights], gradient),
+        strict=True,
+    ):
+        assert torch.allclose(found, wanted, atol=1e-14)
+    (only_x,) = torch.autograd.grad(mix_rows(rows * 2, weights.detach(), slots), [x], gradient)
+    assert torch.allclose(only_x, 2 * gradient * kept.sum(1, keepdim=True), atol=1e-14)
+
+
+def test_no_slot_is_dropped() -> None:
+    slots = sort_slots(torch.tensor([[1], [0]]), 2)
+    x = torch.arange(4.0).view(2, 2)
+    assert torch.equal(take_rows(x, slots, 2), x[[1, 0]])
+    assert torch.equal(
+        mix_rows(x[[1, 0]], torch.tensor([[2.0], [3.0]]), slots), x * torch.tensor([[2.0], [3.0]])
+    )
+
+
+def test_a_permutation_and_its_gradient() -> None:
+    order = torch.tensor([2, 0, 1])
+    rows = torch.randn(3, 2, requires_grad=True)
+    assert inverse_of(order).tolist() == [1, 2, 0]
+    permuted = permute(rows, order, inverse_of(order))
+    assert torch.equal(permuted, rows[order])
+    (gradient,) = torch.autograd.grad(permuted, [rows], torch.arange(6.0).view(3, 2))
+    assert torch.equal(gradient[order], torch.arange(6.0).view(3, 2))
+
+
+class Handle:
+    def __init__(self, group: "Mirror") -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        self._group.log.append("wait")
+
+
+class Mirror:
+    """A group of two ranks, of which the other sends the negative of what it gets."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.ledger, self.log = Ledger(), list[Any]()
+
+    def all_to_all(
+        self, incoming: Tensor, outgoing: Tensor, from_all: Any = None, to_all: Any = None, wait: bool = True
+    ) -> Handle:
+        self.log.append((from_all, to_all, wait))
+        flat = -outgoing.flatten().repeat(incoming.numel() // max(outgoing.numel(), 1) + 1)
+        incoming.copy_(flat[: incoming.numel()].view_as(incoming))
+        return Handle(self)
+
+
+def test_rows_travel_while_other_work_runs_and_gradients_come_back() -> None:
+    group: Any = Mirror()
+    journey = Journey(group, [1, 2], [2, 0])
+    rows = torch.arange(6.0).view(3, 2).requires_grad_()
+    arriving = journey.start(rows)
+    assert group.log == [([2, 0], [1, 2], False)]
+    arrived = journey.wait(arriving)
+    assert group.log[1:] == ["wait"]
+    assert arrived.tolist() == [[0.0, -1.0], [-2.0, -3.0]]
+    group.log.clear()
+    arrived.backward(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert group.log == [([1, 2], [2, 0], False), "wait"], "as many rows as were sent come back"
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[-1.0, -2.0], [-3.0, -4.0], [-1.0, -2.0]]
+    back = journey.reversed()
+    assert (back._sent, back._received) == ([2, 0], [1, 2])
+    assert _Start.runs_once
+    assert _Wait.runs_once
+
+
+def test_ranks_tell_each_other_how_many_rows_come() -> None:
+    group: Any = Mirror()
+    counts = -torch.tensor([1, 2, 3, 4])  # the other answers with the negative
+    dispatch = plan_dispatch(counts, group)
+    assert (dispatch.sent, dispatch.received) == (-10, 10)
+    assert dispatch.counts.tolist() == [[1, 2], [3, 4]]
+    assert (dispatch.journey._sent, dispatch.journey._received) == ([-3, -7], [3, 7])
+    numbers = Dispatch(dispatch.journey, 0, 10, dispatch.counts).expert_of_row
+    assert numbers.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1]

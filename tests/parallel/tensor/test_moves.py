@@ -1,0 +1,64 @@
+"""Collectives along a dim, on real ranks, against the same on one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.collectives import RecordingGroup
+from echelon.collectives.mesh import Mesh
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from echelon.parallel.tensor.moves import gathered, start_sum, start_sum_of_part, summed, summed_part
+from echelon.plan import Plan
+
+Warm = Callable[[int], Ranks]
+RANKS, SHAPE = 3, (2, 6, 3)
+
+
+def tensor_of(rank: int) -> Tensor:
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def moved(dim: int) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """What this rank gathers, sums, and keeps of the sum along `dim`; whether a sum is in place."""
+    group = Mesh.join(Plan(tensor=RANKS)).group("tensor")
+    x = tensor_of(group.rank)
+    part = summed_part(x, group, dim)
+    whole = gathered(x, group, dim)
+    total = summed(x, group)
+    turned = tensor_of(group.rank).transpose(0, 1)
+    assert torch.equal(summed(turned, group), total.transpose(0, 1))  # not contiguous: in new memory
+    return whole, total, part, total is x
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_parts_and_sums_are_those_of_all_ranks(warm_ranks: Warm, dim: int) -> None:
+    tensors = [tensor_of(rank) for rank in range(RANKS)]
+    total = torch.stack(tensors).sum(0)
+    for rank, (whole, summed_here, part, in_place) in enumerate(warm_ranks(RANKS).run(moved, dim)):
+        assert torch.equal(whole, torch.cat(tensors, dim))
+        torch.testing.assert_close(summed_here, total, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(part, total.chunk(RANKS, dim)[rank], rtol=1e-14, atol=1e-14)
+        assert in_place
+
+
+def test_a_sum_can_be_started_and_waited_for() -> None:
+    group = RecordingGroup("tensor", 0, 2)
+    x = torch.ones(2, 4)
+    total, handle = start_sum(x, group)
+    handle.wait()
+    assert total is x
+    part, handle = start_sum_of_part(x, group)
+    handle.wait()
+    assert part.shape == (2, 2)
+    assert [(move.operation, move.subject) for move in group.ledger.moves] == [
+        ("all_reduce", "tensor parallelism"),
+        ("reduce_scatter", "tensor parallelism"),
+    ]
+
+
+def test_a_sequence_that_ranks_cannot_share_equally_is_refused() -> None:
+    with pytest.raises(UserError, match="a sequence of 5 is not divisible by 2; use sequences of a multiple"):
+        summed_part(torch.ones(2, 5), RecordingGroup("tensor", 0, 2), 1)

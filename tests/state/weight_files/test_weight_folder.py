@@ -1,0 +1,154 @@
+import hashlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from echelon.errors import UserError
+from echelon.state.ownership import run_slices, whole_slice
+from echelon.state.weight_files import WeightFolder, WeightLayout, plain_layout, weight_folder, whole
+from echelon.state.weight_files.tensor_file import StoredTensor, read_box
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(6, 5, bias=False)
+        self.second.weight = self.first.weight
+
+
+def opened(folder: Path, model: nn.Module) -> WeightFolder:
+    return WeightFolder(folder, partial(plain_layout, model))
+
+
+def save(folder: Path, model: nn.Module, **changes: torch.Tensor) -> None:
+    """Tied tensors twice, and with different memory."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state | changes, folder / "model.safetensors")
+
+
+def test_boxes_of_a_tensor_in_the_type_that_is_stored(tmp_path: Path) -> None:
+    """The boxes that ZeRO and tensor parallelism cut, for a model that has no memory."""
+    model = nn.Linear(6, 5).bfloat16()
+    save(tmp_path, model)
+    with torch.device("meta"):
+        weights = opened(tmp_path, nn.Linear(6, 5))
+    assert (weights.errors(), weights.names()) == ([], ["weight", "bias"])
+    boxes = [*run_slices("weight", (5, 6), 8, 23), whole_slice("weight", model.weight)]
+    parts = weights.read("weight", boxes)
+    assert [part.shape for part in parts] == [box.sizes for box in boxes]
+    assert all(torch.equal(p, model.weight[b.box]) for p, b in zip(parts, boxes, strict=True))
+    assert {part.dtype for part in parts} == {torch.bfloat16}
+
+
+def test_a_tied_tensor_has_all_its_names(tmp_path: Path) -> None:
+    model = Tied()
+    save(tmp_path, model)
+    weights = opened(tmp_path, model)
+    assert (weights.errors(), weights.names()) == ([], ["first.weight", "first.bias"])
+    assert list(weights.ties) == ["second.weight"]
+    (tensor,) = weights.read("second.weight", [whole((5, 6))])
+    assert torch.equal(tensor, model.first.weight)
+
+
+@pytest.mark.parametrize("place", [0, 13, 29])
+def test_a_tied_tensor_that_is_stored_twice_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(weight_folder, "_COMPARED_BYTES", 50)  # of 120
+    model = Tied()
+    other = model.second.weight.detach().clone()
+    other.view(-1)[place] += 1
+    save(tmp_path, model, **{"second.weight": other})
+    assert opened(tmp_path, model).errors() == [
+        "second.weight: differs from first.weight, but the model ties them"
+    ]
+    save(tmp_path, model, **{"second.weight": other.double()})
+    assert "differs from" in opened(tmp_path, model).errors()[0]
+
+
+def test_all_errors_at_once(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(5, 7), "extra": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, nn.Linear(6, 5)).check()
+    assert caught.value.title == f"3 errors in Hugging Face folder '{tmp_path}':"
+    assert caught.value.errors == (
+        "bias: is missing",
+        "extra: is not a tensor of this model",
+        "weight: has shape [5, 7], must be [5, 6]",
+    )
+
+
+def test_errors_of_files_and_of_tensors_together(tmp_path: Path) -> None:
+    """Only what is in files that cannot be read is not judged."""
+    save_file({"weight": torch.zeros(5, 7)}, tmp_path / "a.safetensors")
+    index = '{"weight_map": {"weight": "a.safetensors", "bias": "b.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    errors = opened(tmp_path, nn.Linear(6, 5)).errors()
+    assert len(errors) == 2
+    assert "b.safetensors: cannot be read" in errors[0]
+    assert errors[1] == "weight: has shape [5, 7], must be [5, 6]"
+
+
+def test_a_folder_whose_names_are_not_known_has_only_the_errors_of_its_files(tmp_path: Path) -> None:
+    assert len(opened(tmp_path, nn.Linear(6, 5)).errors()) == 1
+    save(tmp_path, nn.Linear(6, 5))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert len(opened(tmp_path, nn.Linear(6, 5)).errors()) == 1
+
+
+def test_names_that_are_not_of_the_model(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(6, 5))
+    with pytest.raises(
+        UserError, match=r"weights: is not a tensor of this model \(did you mean 'weight'\?\)"
+    ):
+        opened(tmp_path, nn.Linear(6, 5)).read("weights", [])
+
+
+def test_a_line_tells_the_begin_and_the_end_of_a_tensor(tmp_path: Path) -> None:
+    """A kilobyte of each, and nothing of what lies between."""
+
+    def described(*places: int) -> str:
+        weight = torch.zeros(3000, dtype=torch.uint8)
+        weight[list(places)] = 1
+        save_file({"weight": weight, "bias": torch.zeros(2)}, tmp_path / "model.safetensors")
+        bias, line = WeightFolder(tmp_path, lambda _: WeightLayout({})).describe()
+        assert bias.startswith("bias of shape (2,) and type torch.float32 with values ")
+        return line
+
+    plain = described()
+    start, digest = plain.rsplit(" ", 1)
+    assert start == "weight of shape (3000,) and type torch.uint8 with values"
+    both = hashlib.blake2b(bytes(2048), digest_size=8)
+    assert digest == both.hexdigest()
+    assert described(1024, 1975) == plain
+    assert len({plain, described(0), described(1023), described(1976), described(2999)}) == 5
+
+
+def test_a_tied_tensor_is_compared_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tied()
+    save(tmp_path, model)
+    sizes = []
+
+    def read(tensor: StoredTensor, box: tuple[slice], out: torch.Tensor) -> None:
+        sizes.append(out.nbytes)
+        read_box(tensor, box, out)
+
+    monkeypatch.setattr(weight_folder, "read_box", read)
+    assert opened(tmp_path, model).errors() == []
+    assert sizes == [120, 120]
+    monkeypatch.setattr(weight_folder, "_COMPARED_BYTES", 50)
+    assert opened(tmp_path, model).errors() == []
+    assert sizes[2:] == [50, 50, 50, 50, 20, 20]
+
+
+def test_the_config_is_judged_with_the_files(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(6, 5))
+    for folder, others in ((tmp_path, 0), (tmp_path / "nowhere", 1)):
+        errors = WeightFolder(folder, partial(plain_layout, nn.Linear(6, 5)), ["another model"]).errors()
+        assert (errors[0], len(errors)) == ("another model", 1 + others)

@@ -1,0 +1,170 @@
+"""The numbers of an update: which error they stand for, and who has seen it."""
+
+import math
+import pickle
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.engine.step.runtime.microbatch import Microbatch
+from echelon.errors import UserError
+from echelon.parallel.data import Problem
+from echelon.update import numbers as numbers_module
+from echelon.update.numbers import HostCopy, Outcome, StepNumbers, check_counted
+
+
+def numbers(*sums: float, flags: tuple[float, ...] = (), may_be_empty: bool = False) -> StepNumbers:
+    values = torch.tensor([*sums, 1.0, 0.0, *flags], dtype=torch.float64)
+    return StepNumbers(values, may_be_empty=may_be_empty)
+
+
+def test_numbers_are_read_once_somebody_looks() -> None:
+    step = numbers(8.0, 4.0, 5.0, flags=(0.0,))
+    assert step.is_ready
+    assert isinstance(step.norm, torch.Tensor), "it is where it was computed"
+    assert step.read() == Outcome(8.0, 4.0, 5.0)
+    assert step.norm == 5.0
+
+
+def test_numbers_that_were_read_hold_no_memory_of_the_device_or_of_transfers() -> None:
+    values = torch.tensor([8.0, 4.0, 5.0, 1.0, 0.0])
+    step = StepNumbers(values)
+    memory = [weakref.ref(values), weakref.ref(step._copy)]
+    del values
+    assert all(each() is not None for each in memory), "somebody may look"
+    step.read()
+    assert [each() for each in memory] == [None, None]
+    assert step.read() == Outcome(8.0, 4.0, 5.0)
+
+
+def test_an_error_is_raised_at_every_look_and_once_seen_is_known() -> None:
+    step = numbers(0.0, 0.0, 0.0, flags=(0.0,))
+    for _ in range(2):
+        with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
+            step.read()
+    assert isinstance(step.error(), UserError)
+
+
+def test_an_update_of_no_samples_may_be_none_s_error() -> None:
+    assert numbers(0.0, 0.0, 0.0, may_be_empty=True).read() == Outcome(0.0, 0.0, 0.0)
+
+
+def test_a_problem_comes_before_the_count_that_it_may_have_spoilt() -> None:
+    with pytest.raises(UserError, match="ranks ran different modules in this step"):
+        numbers(0.0, 0.0, 0.0, flags=(2.0,), may_be_empty=True).read()
+
+
+def test_numbers_go_to_other_processes_as_values() -> None:
+    assert pickle.loads(pickle.dumps(numbers(8.0, 4.0, 5.0, flags=(0.0,)))).read() == Outcome(8.0, 4.0, 5.0)
+    assert StepNumbers.known(Outcome(1.0, 2.0, 3.0)).read() == Outcome(1.0, 2.0, 3.0)
+
+
+def test_a_skipped_step_has_numbers_and_no_error() -> None:
+    """Gradients that are not finite have no norm, whether the sum of squares is infinite or no number."""
+    for norm in (float("inf"), float("nan")):
+        step = StepNumbers([8.0, 4.0, norm, 1024.0, 1.0, 0.0])
+        assert step.error() is None
+        assert step.read() == Outcome(8.0, 4.0, float("inf"), 1024.0, 1.0)
+
+
+def test_a_mean_over_nothing_is_refused() -> None:
+    check_counted(1.0)
+    with pytest.raises(UserError, match="no replica had a sample that the loss counts; give the step one"):
+        check_counted(0.0)
+    with pytest.raises(UserError, match="this worker had no sample that the loss counts; give every worker"):
+        StepNumbers.known(Outcome(0.0, 0.0, 0.0), of_worker=True).read()
+
+
+def test_the_losses_of_gates_are_beside_the_total() -> None:
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, 0.0, 0.0, 0.25], gate_errors=["first", "second"])
+    assert step.read() == Outcome(8.0, 4.0, 5.0, auxiliary=0.25)
+    assert pickle.loads(pickle.dumps(step)).read() == step.read()
+
+
+def test_a_gate_whose_statistics_are_not_finite_is_named() -> None:
+    """Also where that is the reason of another problem."""
+    flags = [0.0] * (len(Problem) - 1) + [1.0]
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, *flags, 0.0, 2.0, 0.25], gate_errors=["first", "second"])
+    assert str(step.error()) == "second"
+
+
+def test_what_a_step_has_unless_it_is_told() -> None:
+    assert Outcome(1.0, 2.0, 3.0) == (1.0, 2.0, 3.0, 1.0, 0.0, 0.0)
+    assert Microbatch(None, None, 1, "")[4:] == (nullcontext, None, 1.0)
+
+
+def test_numbers_of_the_host_are_there() -> None:
+    copy = HostCopy(torch.tensor([1.0, 2.0]))
+    assert (copy.is_ready, copy.wait()) == (True, [1.0, 2.0])
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0])
+    assert (step.is_ready, step.norm) == (True, 5.0)
+
+
+@pytest.mark.parametrize("place", range(len(Problem)))
+def test_every_problem_has_its_words(place: int) -> None:
+    flags = tuple(float(number == place) for number in range(len(Problem)))
+    assert str(numbers(8.0, 4.0, 5.0, flags=flags).error()) == list(Problem)[place].value
+
+
+def test_the_first_of_several_problems_and_gates_is_told() -> None:
+    assert str(numbers(8.0, 4.0, 5.0, flags=(0.0, 1.0, 1.0, 0.0)).error()) == list(Problem)[1].value
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, 1.0, 1.0, 0.25], gate_errors=["first", "second"])
+    assert str(step.error()) == "first"
+
+
+def test_a_norm_that_is_no_number_is_told_unless_the_step_was_skipped() -> None:
+    assert math.isnan(StepNumbers([8.0, 4.0, math.nan, 1.0, 0.0]).read().norm)
+
+
+def test_numbers_of_a_worker_and_of_all() -> None:
+    for of_worker, words in ((False, "no replica had a sample"), (True, "this worker had no sample")):
+        with pytest.raises(UserError, match=words):
+            StepNumbers([0.0, 0.0, 0.0, 1.0, 0.0], of_worker=of_worker).read()
+    with pytest.raises(UserError, match="no replica had a sample"):
+        StepNumbers.known(Outcome(0.0, 0.0, 0.0)).read()
+
+
+class FakeEvent:
+    """Of a device that is done when somebody waits."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def query(self) -> bool:
+        return "synchronize" in self.calls
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_numbers_of_a_device_are_copied_to_pinned_memory_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[bool] = []
+
+    class Torch:
+        cuda = SimpleNamespace(Event=FakeEvent)
+
+        @staticmethod
+        def empty(shape: torch.Size, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            pinned.append(pin_memory)
+            return torch.empty(shape, dtype=dtype)
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(numbers_module, "torch", Torch)
+    source = torch.tensor([1.0, 2.0]).as_subclass(OnDevice)
+    copy = HostCopy(source)
+    event: Any = copy._copied
+    assert (pinned, event.calls, copy.is_ready) == ([True], ["record"], False)
+    source.zero_()
+    assert (copy.wait(), copy.is_ready) == ([1.0, 2.0], True)
+    assert event.calls == ["record", "synchronize"]
