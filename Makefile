@@ -53,7 +53,7 @@ lint: .venv/.installed-dev  ## ruff and mypy
 	@$(BIN)/mypy
 
 bench: .venv/.installed-dev ## measure, and write benchmarks/results
-	@$(BIN)/echelon bench --out benchmarks/results
+	@$(BIN)/python -m benchmarks $(NAME) --out benchmarks/results
 
 clean:         ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

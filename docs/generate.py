@@ -3,8 +3,8 @@
     python docs/generate.py                  pictures and tables
     python docs/generate.py --run runs/a     also the loss curve of that run
 
-Numbers come from benchmarks/results/NAME.json alone (`echelon bench NAME --out benchmarks/results`). Each
-region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is replaced from its file.
+Numbers come from benchmarks/results/NAME.json alone (`python -m benchmarks NAME --out benchmarks/results`).
+Each region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is replaced from its file.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def results_table(name: str) -> str:
     """The rows of a result file as a table, and below it where they come from; of tests, the counts."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
-        return f"Not measured yet: `echelon bench {name} --out benchmarks/results`\n"
+        return f"Not measured yet: `python -m benchmarks {name} --out benchmarks/results`\n"
     result = json.loads(path.read_text(encoding="utf-8"))
     if "cells" in result:
         return _matrix(result)
@@ -163,12 +163,17 @@ def _cells(row: dict[str, Any], extras: Sequence[str]) -> list[str]:
     ]
 
 
+def _command(result: dict[str, Any]) -> str:
+    """As it is called today: results of earlier versions say `echelon bench`."""
+    return str(result["command"]).replace("echelon bench", "python -m benchmarks")
+
+
 def _origin(result: dict[str, Any]) -> str:
     hardware = result["hardware"]
     machine = ", ".join([f"{hardware['cores']} cores of {hardware['cpu']}", *hardware["gpus"]])
     measured = ": medians; ratios paired by round, with quartiles" if result["rows"] else ""
     return (
-        f"*`{result['command']}`{measured}. {machine}, "
+        f"*`{_command(result)}`{measured}. {machine}, "
         f"torch {result['versions']['torch']}, {result['date'][:10]}.*"
     )
 
@@ -272,7 +277,7 @@ class Layer(NamedTuple):
 
 LAYERS = (
     Layer(("cli",), (), "commands; thin"),
-    Layer(("verify", "bench"), ("report",), "what a person looks at"),
+    Layer(("verify",), ("report",), "what a person looks at"),
     Layer(("train",), (), "a whole run"),
     Layer(("engine",), (), "parallelize() composes a plan; steps"),
     Layer(("update", "memory", "planner"), (), "gradients to weights; less memory; splits layers"),

@@ -18,7 +18,7 @@ import pytest
 import torch
 import typer
 
-from echelon.bench import benches
+from benchmarks import benches
 from echelon.cli.main import app, run
 from echelon.engine import Engine, parallelize
 from echelon.engine.support import refuse_unsupported
@@ -136,7 +136,7 @@ def test_a_region_of_results_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     spread = {"low": 1.0, "median": 2.0, "high": 3.0}
     row = {"case": "c", "contender": "a", "baseline": "b", "seconds": spread, "ratio": spread}
     result = {
-        "command": "echelon bench toy",
+        "command": "python -m benchmarks toy",
         "date": "2030-01-01T00:00:00+00:00",
         "versions": {"torch": "9"},
         "hardware": {"cores": 2, "cpu": "Some CPU", "gpus": []},
@@ -205,8 +205,8 @@ def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
 
 
 def test_the_readme_names_every_bench() -> None:
-    (meaning,) = (meaning for usage, meaning in table(README, "command") if "bench" in usage)
-    assert re.findall(r"`([\w-]+)`", meaning) == list(benches())
+    (names,) = re.findall(r"`python -m benchmarks [^`]*` with one of\n(.*)", README)
+    assert re.findall(r"`([\w-]+)`", names) == list(benches())
 
 
 def test_the_exit_codes_of_the_readme_are_those_of_the_command() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench import rehearsal
 from echelon.launching import Ranks
+from echelon.train import rehearsal
 from tests.cli.schedule_output import output
 
 

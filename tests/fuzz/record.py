@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.result import make_result
+from benchmarks.result import make_result
+
 from tests.fuzz.matrix import cells
 from tests.fuzz.pool import LEFT_OUT
 from tests.fuzz.runner import EQUAL, FAILED, REFUSED, Attempt

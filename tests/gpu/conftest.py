@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-from echelon.bench.result import make_result
+from benchmarks.result import make_result
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.result import make_result
 
 import echelon
-from echelon.bench.result import make_result
 from echelon.models import ModelConfig, build, cross_entropy
 
 LARGE = ModelConfig("gpt", layers=24, width=2048, heads=16, vocab=50304, sequence=2048)

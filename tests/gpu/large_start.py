@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.result import make_result
+from benchmarks.start import _peak, _restart_peak
 
-from echelon.bench.result import make_result
-from echelon.bench.start import _peak, _restart_peak
 from echelon.engine import parallelize
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy

@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.result import make_result
+
 from echelon import optim
-from echelon.bench.result import make_result
 from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.launching.messages.byte_collectives import broadcast_bytes
 from echelon.plan import Plan

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.result import make_result
 from torch import nn
 
-from echelon.bench.result import make_result
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, RankHung, Ranks, preload
 from echelon.models import ModelConfig, build

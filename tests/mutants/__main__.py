@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.bench.result import make_result
+from benchmarks.result import make_result
+
 from tests.mutants.mutant import load_mutants
 from tests.mutants.runner import FOUND, HANGING, INVALID, SURVIVED, Outcome, Runner
 

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import bench, checkpoint, export, partition, schedule, signals, train, verify
+from echelon.cli import checkpoint, export, partition, schedule, signals, train, verify
 from echelon.cli import doctor_command as doctor
 from echelon.cli.options import is_first_rank, print_json
 from echelon.cli.streams import make_robust
@@ -37,7 +37,6 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("schedule")(schedule.schedule)
 app.command("partition")(partition.partition)
-app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("export")(export.export)
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -68,16 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def run(arguments: list[str], *, process_ends: bool = False) -> int:
+def run(
+    arguments: list[str], *, process_ends: bool = False, app: typer.Typer = app, name: str = "echelon"
+) -> int:
     """Run the command line; returns the exit code. If the process ends then, no signal changes that code."""
     command = typer.main.get_command(app)
     try:
         with signals.signals_raise(process_ends=process_ends):
-            code = int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
+            code = int(command.main(arguments, prog_name=name, standalone_mode=False) or 0)
     except UserError as error:
         return _fail(arguments, 2, str(error), error.errors)
     except _UsageError as error:
-        return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
+        return _fail(arguments, 2, f"{error.format_message()}\nsee: {name} --help")
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
     except preempted.Preempted as error:

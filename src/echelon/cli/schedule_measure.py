@@ -19,7 +19,7 @@ from echelon.program.timeline import WORK
 from echelon.quantities import show_seconds
 
 if TYPE_CHECKING:
-    from echelon.bench.rehearsal import Rehearsal
+    from echelon.train.rehearsal import Rehearsal
 
 _MOST_RANKS, _MOST_FORWARDS = 16, 1000
 
@@ -45,7 +45,7 @@ def measuring_errors(request: ScheduleRequest) -> list[str]:
 
 def measure(screen: Console, request: ScheduleRequest) -> "Rehearsal":
     """Run the schedule on ranks of this machine."""
-    from echelon.bench.rehearsal import rehearse
+    from echelon.train.rehearsal import rehearse
 
     plan = plan_of(request)
     with screen.status(f"running '{escape(str(plan))}' on {plan.ranks} ranks of this machine …"):

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.bench.result import make_result
+from benchmarks.result import make_result
+
 from tests.mutants.runner import Runner
 from tests.mutants.sampling.coverage import Coverage
 from tests.mutants.sampling.draw import HEART, DrawnMutant, draw

@@ -29,7 +29,6 @@ class Extra(NamedTuple):
 EXTRAS = (
     Extra("transformers", "models of transformers cannot be trained as they are", '"echelon[hf]"'),
     Extra("tensorboard", "no logs for TensorBoard", '"echelon[tensorboard]"'),
-    Extra("deepspeed", "echelon bench data-parallel compares with torch alone", "deepspeed"),
 )
 
 

@@ -1,6 +1,6 @@
 """Findings by measurement: memory and arithmetic of one thread, the start of ranks, messages between two.
 
-Each figure is a median of a few tries on a machine that may be busy: an order of magnitude. `echelon.bench`
+Each figure is a median of a few tries on a machine that may be busy: an order of magnitude. `benchmarks`
 makes reliable comparisons.
 """
 

@@ -5,7 +5,7 @@
     product  more passes the longer its rows are: linear layers, only where they are added to something kept
     other    attention, convolutions, embeddings, random numbers, messages: kept
 
-`echelon bench selective-costs` measures the passes; a test compares its file with this classification.
+`python -m benchmarks selective-costs` measures the passes; a test compares its file with this classification.
 """
 
 from collections.abc import Callable, Iterator, Mapping
