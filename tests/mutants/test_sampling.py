@@ -79,7 +79,7 @@ def test_a_draw_is_spread_over_packages_and_repeats_by_its_seed() -> None:
     assert len(set(drawn)) == 26
     assert [sum(mutant.package == package for mutant in drawn) for package in packages] == [9, 9, 8]
     assert drawn[9:18] == draw(9, 7, ["weight_files"]) != draw(9, 8, ["weight_files"])
-    assert any(mutant.file.startswith("activation_offload/") for mutant in drawn)
+    assert any(mutant.file.startswith("memory/activation_offload/") for mutant in drawn)
 
 
 def test_tests_of_as_many_files_as_fit_into_the_time() -> None:
@@ -177,11 +177,11 @@ def test_tests_are_those_of_the_line_or_else_of_its_function(checkout: Path) -> 
 def test_gpu_tests_are_given_what_no_other_test_reaches(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = replace(toy("return (n / 2)"), file="offload/toy.py")
-    (checkout / "src/echelon/update/offload").mkdir()
-    (checkout / "src/echelon/offload/toy.py").write_text(_SOURCE)
-    reaching = Coverage(dict.fromkeys(ALL, 0.1), {"offload/toy.py::other": {"return n * 2": [2]}})
-    around = Coverage(dict.fromkeys(ALL, 0.1), {"offload/toy.py::other": {"x": [1]}})
+    kernel = replace(toy("return (n / 2)"), file="update/offload/toy.py")
+    (checkout / "src/echelon/update/offload").mkdir(parents=True)
+    (checkout / "src/echelon/update/offload/toy.py").write_text(_SOURCE)
+    reaching = Coverage(dict.fromkeys(ALL, 0.1), {"update/offload/toy.py::other": {"return n * 2": [2]}})
+    around = Coverage(dict.fromkeys(ALL, 0.1), {"update/offload/toy.py::other": {"x": [1]}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_gpu = "tests/gpu/test_offload_optimizer.py"
     assert reaching.tests_of(kernel, checkout) == (ALL[2],)

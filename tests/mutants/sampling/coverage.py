@@ -24,15 +24,15 @@ from tests.mutants.sampling.tracer.sitecustomize import RECORD, traced_files
 MOST_SECONDS = 30.0  # of tests for one mutant
 _MOST_TESTS = 80
 _GPU_TESTS = {
-    "activation_offload": ("offload_activations",),
-    "checkpoint": ("checkpoint",),
-    "data_parallel": ("data_parallel", "offload_parameters"),
-    "experts": ("moe_compute",),
-    "offload": ("offload_optimizer",),
-    "optim": ("optimizers",),
-    "precision": ("rounding", "fused_adam", "nonfinite"),
-    "recompute": ("no_sync",),
-    "runtime": ("pipeline", "nccl"),
+    "memory/activation_offload": ("offload_activations",),
+    "state/checkpoint": ("checkpoint",),
+    "parallel/data": ("data_parallel", "offload_parameters"),
+    "nn/experts": ("moe_compute",),
+    "update/offload": ("offload_optimizer",),
+    "update/optim": ("optimizers",),
+    "update/precision": ("rounding", "fused_adam", "nonfinite"),
+    "memory/recompute": ("no_sync",),
+    "engine/step/runtime": ("pipeline", "nccl"),
 }
 
 Lines = dict[str, list[int]]  # by the text of a line: which tests reach it
@@ -165,7 +165,7 @@ def _mirror(file: str) -> str:
 
 def _gpu_tests(file: str) -> tuple[str, ...]:
     """Those that may reach a line of a file which none of the recorded tests did."""
-    names = _GPU_TESTS.get(file.partition("/")[0], ())
+    names = next((names for folder, names in _GPU_TESTS.items() if file.startswith(f"{folder}/")), ())
     return tuple(f"tests/gpu/test_{name}.py" for name in names)
 
 

@@ -8,19 +8,20 @@ from pathlib import Path
 
 from tests.mutants.mutant import PACKAGE, ROOT, forget_compiled
 from tests.mutants.sampling.operators import Change, changes
+from tests.mutants.sampling.tracer.sitecustomize import traced_files
 
 HEART = {
-    "data_parallel": ("data_parallel",),
-    "runtime": ("runtime",),
+    "data_parallel": ("parallel/data",),
+    "runtime": ("engine/step/runtime", "parallel/stage.py", "parallel/power_iteration.py", "update/*.py"),
     "program": ("program",),
-    "precision": ("precision",),
-    "optim": ("optim",),
-    "checkpoint": ("checkpoint",),
-    "recompute": ("recompute",),
-    "offload": ("offload", "activation_offload"),
-    "experts": ("experts", "expert_parallel"),
-    "audit": ("audit",),
-    "weight_files": ("weight_files",),
+    "precision": ("update/precision",),
+    "optim": ("update/optim",),
+    "checkpoint": ("state/checkpoint",),
+    "recompute": ("memory/recompute",),
+    "offload": ("update/offload", "memory/activation_offload"),
+    "experts": ("nn/experts", "parallel/expert"),
+    "audit": ("engine/audit",),
+    "weight_files": ("state/weight_files",),
 }
 
 
@@ -56,10 +57,10 @@ class DrawnMutant:
 def all_mutants(package: str, root: Path = ROOT) -> list[DrawnMutant]:
     """Every change of a package of the heart."""
     source = root / PACKAGE
-    files = sorted(path for folder in HEART[package] for path in (source / folder).rglob("*.py"))
+    paths = map(Path, traced_files(source, HEART[package]))
     return [
         DrawnMutant(package, path.relative_to(source).as_posix(), change)
-        for path in files
+        for path in paths
         for change in changes(path.read_text(encoding="utf-8"))
     ]
 

@@ -22,20 +22,26 @@ PACKAGES = [package for packages in HEART.values() for package in packages]
 
 # What tests the library as a whole comes last; what needs a GPU, or tests the tools of tests, is not traced.
 _LONGEST = 1800.0  # seconds for one folder; what was recorded until then is used
-_TOP = "top"  # files that lie in no folder
-_LATER = ("engine", "verify", "pipeline_parallel", "async_training", "tensor_parallel", "train", "dropout")
-_NEVER = ("gpu", "mutants", "fuzz", "fuzz_parsers", "chaos", "foreign", "examples", "bench", "planner", "cli")
+_LATER = ("engine", "verify", "parallel/pipeline", "parallel/tensor", "train", "nn/dropout")
+_NEVER = (
+    *("gpu", "mutants", "fuzz", "fuzz_parsers", "chaos", "foreign", "examples"),
+    *("benchmarks", "planner", "cli"),
+)
 
 
 def test_folders() -> list[str]:
-    folders = [path.name for path in sorted((ROOT / "tests").iterdir()) if list(path.glob("test_*.py"))]
-    others = [name for name in folders if name not in (*PACKAGES, *_LATER, *_NEVER)]
-    return [name for name in (*PACKAGES, *_LATER, *others) if name in folders] + [_TOP]
+    """Every folder with test files of its own, below `tests`; "." is `tests` itself."""
+    tests = ROOT / "tests"
+    folders = sorted({path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")})
+    others = [
+        name for name in folders if name not in (*PACKAGES, *_LATER) and name.split("/")[0] not in _NEVER
+    ]
+    return [name for name in (*PACKAGES, *_LATER, *others) if name in folders]
 
 
 def record(folder: str) -> None:
-    """Trace the tests of one folder of `tests`."""
-    place = RECORDS / folder
+    """Trace the tests that lie in one folder of `tests`."""
+    place = RECORDS / _name(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / "test").write_bytes(bytes(4))
     for name in ("hits", "tests"):
@@ -48,7 +54,7 @@ def record(folder: str) -> None:
         "MUTANTS_PACKAGES": ",".join(PACKAGES),
     }
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.mutants.sampling.pytest_marker", "--durations=0")
-    files = sorted(map(str, (ROOT / "tests").glob("test_*.py"))) if folder == _TOP else [f"tests/{folder}"]
+    files = sorted(map(str, (ROOT / "tests" / folder).glob("test_*.py")))
     command = [sys.executable, "-m", "pytest", *options, *files]
     with (place / "output").open("wb") as output, suppress(subprocess.TimeoutExpired):
         environment = os.environ | variables
@@ -57,8 +63,12 @@ def record(folder: str) -> None:
     print(f"recorded {folder}", flush=True)
 
 
+def _name(folder: str) -> str:
+    return "top" if folder == "." else folder.replace("/", "-")
+
+
 def main(folders: Iterable[str]) -> None:
-    missing = [name for name in test_folders() if not (RECORDS / name / "done").is_file()]
+    missing = [name for name in test_folders() if not (RECORDS / _name(name) / "done").is_file()]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as executor:
         list(executor.map(record, folders or missing))
     merge(RECORDS, PACKAGES).save(MAP)

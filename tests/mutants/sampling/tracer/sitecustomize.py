@@ -11,6 +11,7 @@ import os
 import struct
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,9 +20,11 @@ from typing import Any
 RECORD = struct.Struct("=IHH")
 
 
-def traced_files(source: Path, packages: list[str]) -> list[str]:
-    """In one order for all processes: records have the position of a file in this list."""
-    return sorted(str(path) for package in packages for path in (source / package).rglob("*.py"))
+def traced_files(source: Path, places: Iterable[str]) -> list[str]:
+    """Of folders, with all below them, and of patterns. In one order for all processes: records have the
+    position of a file in this list."""
+    patterns = [place if place.endswith(".py") else f"{place}/**/*.py" for place in places]
+    return sorted({str(path) for pattern in patterns for path in source.glob(pattern)})
 
 
 def _install(folder: Path, source: Path, packages: list[str]) -> Any:
