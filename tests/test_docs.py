@@ -21,8 +21,6 @@ import typer
 from benchmarks import benches
 from echelon.cli.main import app, run
 from echelon.engine import Engine, parallelize
-from echelon.engine.support import refuse_unsupported
-from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build as build_model
 from echelon.models import cross_entropy, preset, presets
@@ -273,10 +271,8 @@ def test_the_plan_lines_of_the_systems_are_plans_and_those_that_work_run() -> No
     assert {state for *_, state in rows} <= {"works", "planned"}
     plans = {line.strip("`"): state for _, line, state in rows if re.fullmatch(r"`[a-z]+=[^`]*`", line)}
     assert len(plans) > 20
-    for line, state in plans.items():
-        plan = Plan.parse(line)
-        if state == "works":
-            refuse_unsupported(plan)
+    for line in plans:
+        Plan.parse(line)
 
 
 def test_the_line_that_the_readme_explains_takes_eight_ranks() -> None:
@@ -346,20 +342,12 @@ def test_the_job_file_of_the_page_is_a_job(tmp_path: Path) -> None:
     assert read_job(path).steps == tomllib.loads(text)["steps"]
 
 
-def runs(plan: Plan) -> bool:
-    try:
-        refuse_unsupported(plan)
-    except UserError:
-        return False
-    return True
-
-
-def test_every_field_of_a_plan_is_documented_with_its_default_and_what_runs() -> None:
+def test_every_field_of_a_plan_is_documented_with_its_default() -> None:
     rows = table((ROOT / "docs" / "plan.md").read_text(encoding="utf-8"), "field")
     defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
     shown = {name: "none" if value == () else str(value).lower() for name, value in defaults.items()}
     assert {row[0].strip("`"): row[2].strip("`") for row in rows} == shown
-    for field, values, _, running, _ in rows:
+    for field, values, *_ in rows:
         for value in re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
             needed = {"`expert`": " data=2", "`chunks`": " pipeline=2 microbatches=2 schedule=interleaved"}
             needed["`sequence`"] = " tensor=2"
@@ -370,13 +358,10 @@ def test_every_field_of_a_plan_is_documented_with_its_default_and_what_runs() ->
             needed["`contiguous`"] = " recompute=full"
             needed["`masters`"] = " precision=bf16"
             needed["`delay`"] = " offload=optimizer"
-            if field == "`delay`" and not runs(Plan(offload=("optimizer",))):
-                continue
             needed["`schedule`"] = " pipeline=2 microbatches=2 chunks=2" * (value == "interleaved")
             if (field, value) == ("`chunks`", "1"):  # the interleaved schedule has several
                 continue
-            plan = Plan.parse(f"{field.strip('`')}={value}" + needed.get(field, ""))
-            assert runs(plan) == (running == "any" or value in re.findall(r"[\w-]+", running)), (field, value)
+            Plan.parse(f"{field.strip('`')}={value}" + needed.get(field, ""))
 
 
 def imports(package: Path) -> Iterator[tuple[Path, str]]:

@@ -1,13 +1,11 @@
 """What each field of a random training may be, the simplest first, and which values go together.
 
-A value that the engine does not run yet is left out, as `engine/support.py` says: a strategy that is added
-there is drawn from then on. A rule here repeats a rule of the library.
+A rule here repeats a rule of the library.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from echelon.engine.support import _RUNS, _kind
 from echelon.plan import AUTO, Plan
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
@@ -100,8 +98,7 @@ def candidates(field: str, values: Values) -> list[Any]:
     """The values of a field that run, those before first that make a smaller training."""
     if field == "samples":
         return _samples(values)
-    runs = _RUNS.get(field)
-    return [value for value in _CANDIDATES[field] if runs is None or _kind(value) in runs]
+    return list(_CANDIDATES[field])
 
 
 def _samples(values: Values) -> list[int]:

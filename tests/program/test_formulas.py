@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.plan import SCHEDULES
-from echelon.program import check, formulas, simulate
+from echelon.program import check, simulate
+from tests.program import formulas
 from tests.program.cases import Shape, shapes
 
 

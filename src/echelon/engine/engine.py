@@ -30,7 +30,6 @@ from echelon.engine.saving.export import check_pretrained, export
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
 from echelon.engine.step.agreement import check_same_batch
 from echelon.engine.step.balance import ExpertLoad, make_balance
-from echelon.engine.step.batch_checks import check_batch
 from echelon.engine.step.batch_reader import BatchReader, to_plain
 from echelon.engine.step.continuous_runner import ContinuousRunner
 from echelon.engine.step.flushed_runner import FlushedRunner
@@ -246,7 +245,6 @@ class Engine:
     def _ask_audit(self, given: Any, batch: Batch, refusal: UserError | None) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
         if self._audit.is_on:
-            check_batch(batch)
             if not self._audit.results:
                 check_same_batch(batch, self.mesh)
             read = GivenBatch(to_plain(given), batch, self._reader.read)

@@ -20,7 +20,6 @@ from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.step.batch_reader import BatchReader, read_sample
 from echelon.engine.step.samples import make_scopes
-from echelon.engine.support import supported_plan
 from echelon.engine.updates import UpdateRule, make_update
 from echelon.engine.whole_model import WholeModel
 from echelon.nn.batch import Loss
@@ -76,7 +75,8 @@ def parallelize(
     that error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    model, plan, loss = accept_model(model, supported_plan(plan), loss, clip, loss_scale)
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale)
     rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)
     model, source = prepare(model, plan, weights)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)

@@ -25,7 +25,7 @@ from echelon.update.optim.combined import CombinedOptimizer
 from echelon.update.optim.local import Make, make_whole
 from echelon.update.optim.needs import Need, check_parts, need_of
 from echelon.update.optim.sum_optimizer import SumOptimizer
-from echelon.update.parameter_parts import make_exchange
+from echelon.update.parameter_parts import has_parts, make_exchange
 from echelon.update.parameters_stepper import ParametersStepper
 from echelon.update.precision import (
     DirectStepper,
@@ -165,11 +165,6 @@ def _needs_whole(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
 
 def has_masters(plan: Plan) -> bool:
     return DTYPES[plan.precision].itemsize < 4 and plan.masters
-
-
-def has_parts(plan: Plan) -> bool:
-    """Whether a rank may update a part of a parameter."""
-    return plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
 
 
 def _placements(

@@ -18,6 +18,7 @@ from echelon.update.offload.host_twins import HostTwins
 from echelon.update.offload.host_worker import HostWorker
 from echelon.update.offload.optimizer import HostStepper
 from echelon.update.optim.needs import Need, need_of
+from echelon.update.parameter_parts import has_parts
 from echelon.update.precision import KeyedRounding, Placement
 
 
@@ -36,7 +37,6 @@ def make_host_stepper(
     masters: bool,
 ) -> HostStepper:
     """The optimizer, of the model's own parameters, over their twins on the host."""
-    check_host_optimizer(optimizer, mesh)
     plan = mesh.plan
     units = [unit for sharing in local.sharings for unit in _units(sharing)]
     every = [each for unit in units for each in unit]
@@ -105,15 +105,14 @@ def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             f"optimizer {name}(capturable=True) with plan '{plan}': it is for CUDA graphs, and the update "
             "runs on the host; drop capturable, or offload=optimizer"
         )
-    has_parts = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
     need = need_of(optimizer)
-    if has_parts and need is Need.WHOLE:
+    if has_parts(plan) and need is Need.WHOLE:
         raise UserError(
             f"optimizer {name} with plan '{plan}': it needs whole parameters, which ranks would put together "
             "on a device, and the update runs on the host; use zero=0, tensor=1 and expert=1, or drop "
             "offload=optimizer"
         )
-    if has_parts and need is Need.SUMS and mesh.device.type == "cuda" and mesh.group("all").size > 1:
+    if has_parts(plan) and need is Need.SUMS and mesh.device.type == "cuda" and mesh.group("all").size > 1:
         raise UserError(
             f"optimizer {name} with plan '{plan}': ranks add up its sums over a network of GPUs, and the "
             "update runs on the host; use zero=0, tensor=1 and expert=1, another optimizer, or drop "

@@ -14,9 +14,15 @@ from torch import Tensor
 from echelon.collectives.mesh import Mesh
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
+from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run
 from echelon.update.optim.exchange import Exchange, Part, Round, whole_box
 from echelon.update.precision import LocalStepper
+
+
+def has_parts(plan: Plan) -> bool:
+    """Whether a rank may update a part of a parameter."""
+    return plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
 
 
 class LocalBoxes(NamedTuple):

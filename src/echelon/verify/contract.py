@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit.reference import disturbed_outputs
 from echelon.engine.auto import ranks_here
-from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
@@ -268,7 +267,6 @@ def _ranks_to_launch(plan: Plan) -> int:
 
 
 def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
-    refuse_unsupported(plan)
     if precision not in PRECISIONS:
         raise UserError(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     if precision != "fp64" and plan.compress not in ("none", "gist"):

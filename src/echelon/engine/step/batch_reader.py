@@ -48,12 +48,13 @@ class BatchReader:
             )
 
     def read(self, batch: Any) -> Batch:
-        """(inputs, targets): inputs are one value, or `Inputs`."""
+        """(inputs, targets), which can be cut into samples: inputs are one value, or `Inputs`."""
         inputs, targets = self._divide(to_plain(batch))
-        if not isinstance(inputs, Inputs):
-            return inputs, targets
-        self._check(self._signature, inputs)
-        return (inputs if self._first is None else self._for_layers(inputs, targets)), targets
+        if isinstance(inputs, Inputs):
+            self._check(self._signature, inputs)
+            inputs = inputs if self._first is None else self._for_layers(inputs, targets)
+        check_batch((inputs, targets))
+        return inputs, targets
 
     def _divide(self, batch: Any) -> Batch:
         if isinstance(batch, dict):
@@ -174,11 +175,9 @@ def read_sample(model: nn.Module, plan: Plan, loss: Loss, sample_batch: Any) -> 
         return None
     by_layers = plan.pipeline == AUTO and bool(listed_layers(model))
     try:
-        batch = BatchReader(model, plan, loss, by_layers=by_layers).read(sample_batch)
-        check_batch(batch)
+        return BatchReader(model, plan, loss, by_layers=by_layers).read(sample_batch)
     except UserError as refusal:
         raise UserError(f"sample_batch: {refusal.title}", refusal.errors) from None
-    return batch
 
 
 def to_plain(structure: Any) -> Any:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from echelon.engine.step.agreement import measure_gradient
-from echelon.engine.step.batch_checks import check_batch
 from echelon.engine.step.first_step_checks import FirstStepChecks
 from echelon.engine.step.runtime import Microbatch
 from echelon.engine.step.step_runner import StepRunner
@@ -39,7 +38,6 @@ class FlushedRunner(StepRunner):
     def _train(self, batch: Batch, step: int) -> StepNumbers:
         self._update.number = step
         if self._is_rehearsed and self._update.units is not None:
-            check_batch(batch)
             self._is_rehearsed = not self._normaliser.reopen(batch, num_samples(batch))
         if not self._is_rehearsed:
             numbers = self._rehearse(batch, step)

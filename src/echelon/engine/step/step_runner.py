@@ -19,7 +19,6 @@ from echelon.engine.arguments import check_loss
 from echelon.engine.audit.autocast_cache import without_autocast_cache
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, recording_of
-from echelon.engine.step.batch_checks import check_batch
 from echelon.engine.step.measuring import Measure, Measuring
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
@@ -254,7 +253,6 @@ class StepRunner(ABC):
         begin: int = 0,
         scope: Callable[[int], AbstractContextManager[None]] | None = None,
     ) -> dict[int, Microbatch]:
-        check_batch(batch)
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
             self._same_batch = True
@@ -283,7 +281,6 @@ class StepRunner(ABC):
         begin: int = 0,
     ) -> dict[int, Microbatch]:
         """The microbatches of a batch, numbered from `begin`."""
-        check_batch(batch)
         parts = microbatches(batch, self._mesh.plan.microbatches, always=self.fixed_count)
         return {
             begin + number: self.make_microbatch(part, weight, purpose, partial(scope, number))

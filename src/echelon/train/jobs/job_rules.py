@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from echelon.engine.audit import MODES
 from echelon.engine.auto import ranks_here
-from echelon.engine.support import refuse_unsupported
 from echelon.errors import did_you_mean
 from echelon.models import ImageConfig, ModelConfig
 from echelon.plan import Plan
@@ -174,7 +173,6 @@ def _check_plan(job: "Job", findings: Findings) -> Plan | None:
     plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
     if plan is None:
         return None
-    findings.attempt(lambda: refuse_unsupported(plan), "plan", "plan")
     if findings.all_valid("loss_scale"):
         for error in loss_scale_errors(job.loss_scale, plan.precision):
             findings.add(error, "loss_scale")
