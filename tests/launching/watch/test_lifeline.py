@@ -13,7 +13,7 @@ import pytest
 
 from tests.launching.processes import needs_proc, still_alive, wait_until
 
-SCRIPT = Path(__file__).parent / "scripts" / "sitting.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "sitting.py"
 STARTING = SCRIPT.with_name("starting.py")
 SLOW_MODULE = """
 import os, time

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ports import free_port
 
-SCRIPT = Path(__file__).parent / "scripts" / "hanging.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "hanging.py"
 
 
 def run(way: str, ranks: int = 2, deadline: str = "3") -> tuple[int, str]:

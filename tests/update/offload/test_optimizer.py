@@ -533,8 +533,20 @@ def test_an_optimizer_for_cuda_graphs_is_refused() -> None:
 # Threads and memory.
 
 
+_EARLIER: set[threading.Thread] = set()  # of engines that other tests have left open
+
+
+@pytest.fixture(autouse=True)
+def _know_earlier_threads() -> None:
+    _EARLIER.clear()
+    _EARLIER.update(threading.enumerate())
+
+
 def threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "echelon-host-update"]
+    """Those that this test has started."""
+    return [
+        each for each in threading.enumerate() if each.name == "echelon-host-update" and each not in _EARLIER
+    ]
 
 
 @pytest.mark.parametrize("fails", [False, True])
