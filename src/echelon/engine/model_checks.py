@@ -31,10 +31,11 @@ def is_cut(plan: Plan) -> bool:
 
 
 def accept_model(
-    model: nn.Module, plan: Plan, loss: Loss | None, clip: float | None, loss_scale: LossScale | None
+    model: nn.Module, plan: Plan | str, loss: Loss | None, clip: float | None, loss_scale: LossScale | None
 ) -> tuple[nn.Module, Plan, Loss]:
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
     may be the model's own."""
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
     check_wrappers(model)
     model = without_compiling(model)
     check_content(model, plan)

@@ -75,7 +75,6 @@ def parallelize(
     that error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model, plan, loss = accept_model(model, plan, loss, clip, loss_scale)
     rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)
     model, source = prepare(model, plan, weights)
