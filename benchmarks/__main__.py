@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from echelon.cli.main import make_robust
 from echelon.cli.main import run as run_command
 from echelon.cli.options import Json, console, print_json
-from echelon.cli.streams import make_robust
 from echelon.errors import did_you_mean, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cli.schedule_out import out_errors
+from echelon.cli.schedule import out_errors
 
 
 @pytest.mark.parametrize("name", ["new.svg", "there.png", "a.txt"])

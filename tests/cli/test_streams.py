@@ -3,7 +3,7 @@
 import io
 import sys
 
-from echelon.cli.streams import make_robust
+from echelon.cli.main import make_robust
 
 
 def printed(text: str, encoding: str) -> bytes:

@@ -4,8 +4,8 @@ import itertools
 import pytest
 from rich.console import Console
 
-from echelon.cli import waiting
-from echelon.cli.waiting import Waiting
+from echelon.cli import partition as waiting
+from echelon.cli.partition import Waiting
 
 
 def told(monkeypatch: pytest.MonkeyPatch, done: list[float], seconds_between: float) -> str:

@@ -17,7 +17,7 @@ from echelon.collectives import (
     ring_all_reduce,
 )
 from echelon.collectives.comparison import Call
-from echelon.collectives.mesh import debugging
+from echelon.collectives.mesh import mesh as debugging
 from echelon.collectives.mesh.process_groups import new_host_group
 from echelon.launching import Ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.verify.float64_patch import patch_float64
+from echelon.verify.case import patch_float64
 from tests.cases import adamw
 
 STEPS = 3

@@ -1,9 +1,9 @@
 """The figures of each stage of a given split, by the formulas."""
 
 from echelon.planner import Echelon, Node, PipeDream, chain
-from echelon.planner.assess import assess
 from echelon.planner.cluster import make_levels
 from echelon.planner.cost import CostModel, StagePosition
+from echelon.planner.partitioning import assess
 from echelon.planner.solver import Piece, Problem
 from echelon.planner.states import find_states
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from echelon.errors import UserError
-from echelon.train.divergence import refuse_divergence
 from echelon.train.jobs.job import Job, OptimizerJob
+from echelon.train.loop import refuse_divergence
 
 
 def test_finite_numbers_pass() -> None:

@@ -12,12 +12,11 @@ from echelon.models import ExpertsConfig, load_hf, preset
 from echelon.plan import Plan
 from echelon.train.display import Display
 from echelon.train.events import Event, GateLoad, Started, Starting, Stepped
-from echelon.train.expert_picture import expert_picture
 from echelon.train.jobs.job import ExpertsJob, Job, ModelJob, OptimizerJob, as_plain
 from echelon.train.jobs.job_file import read_job
 from echelon.train.jobs.job_rules import job_errors
 from echelon.train.jobs.memory_fit import rank_bytes
-from echelon.train.logbook import Logbook
+from echelon.train.logbook import Logbook, expert_picture
 from echelon.train.runs.run_folder import RunFolder
 from echelon.train.trainer import train
 

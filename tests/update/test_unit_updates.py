@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from echelon.state.ownership import LocalParameter
 from echelon.update import unit_updates
-from echelon.update.rehearsal import flip_bits
-from echelon.update.unit_updates import UnitUpdates
+from echelon.update.unit_updates import UnitUpdates, flip_bits
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from echelon.nn.wrapping import is_wrapped  # noqa: E402
-from echelon.verify.float64_patch import Float64, patch_float64  # noqa: E402
+from echelon.verify.case import Float64, patch_float64  # noqa: E402
 from tests.nn.huggingface.models import make, tokens  # noqa: E402
 
 

@@ -4,6 +4,8 @@
 75 SIGTERM, and the training is saved · 130 interrupted · 143 SIGTERM
 """
 
+import codecs
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,6 @@ from echelon import __version__
 from echelon.cli import checkpoint, export, partition, schedule, signals, train, verify
 from echelon.cli import doctor_command as doctor
 from echelon.cli.options import is_first_rank, print_json
-from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.launching.torchrun import report_failure
@@ -109,3 +110,27 @@ def _fail(arguments: list[str], code: int, message: str, errors: Sequence[str] =
     else:
         print(f"error: {message}", file=sys.stderr)
     return code
+
+
+# Output on streams that cannot show every character: an ASCII terminal, a file name that is not UTF-8.
+
+_PLAIN = {"…": "...", "→": "->", "✓": "ok", "✗": "failed", "×": "x", "−": "-", "·": "-", "│": "|", "─": "-"}
+_PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "._-=+*%#", strict=True))
+
+
+def make_robust(*streams: Any) -> None:
+    """Let these streams write every character, in plain letters where they must."""
+    codecs.register_error("echelon.plain", _in_plain_letters)
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="echelon.plain")
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    wrong = error.object[error.start : error.end]
+    return "".join(map(_plain, wrong)), error.end
+
+
+def _plain(character: str) -> str:
+    return _PLAIN.get(character) or character.encode("ascii", "backslashreplace").decode("ascii")

@@ -1,6 +1,7 @@
 """echelon schedule: the options, and the program that they ask for."""
 
 import gc
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.options import Json, console, print_json, read_count
-from echelon.cli.schedule_out import out_errors
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan import SCHEDULES
 
@@ -315,3 +315,23 @@ def _exact(text: str) -> Fraction | int:
     """The number as written: 0.1 is a tenth, not the float next to it."""
     value = Fraction(text)
     return int(value) if value.denominator == 1 else value
+
+
+# Where `echelon schedule --out` may write: known before a schedule is simulated or measured.
+
+_SUFFIXES = (".svg", ".png", ".txt")
+
+
+def out_errors(out: Path) -> list[str]:
+    """Why a picture or a program cannot be written to this file."""
+    errors = []
+    if out.suffix not in _SUFFIXES:
+        errors.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
+    target = out if out.exists() else out.parent
+    if out.is_dir():
+        errors.append(f"--out {out}: is a folder; give a file in it")
+    elif not target.exists():
+        errors.append(f"--out {out}: there is no folder {out.parent}; make it, or choose another file")
+    elif not os.access(target, os.W_OK) or not out.parent.is_dir():
+        errors.append(f"--out {out}: cannot be written; choose another file")
+    return errors

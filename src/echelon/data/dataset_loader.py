@@ -8,7 +8,9 @@ The global batches depend on the seed and the epoch alone, so every plan sees th
 stops can go on under another plan. Ranks of one replica get the same batch.
 """
 
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
@@ -17,7 +19,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torch.utils.data import IterableDataset as _IterableDataset
 
-from echelon.data.random_state import seeded
 from echelon.data.sampler import rows_of_part, shuffle
 from echelon.errors import raise_errors
 
@@ -256,3 +257,41 @@ def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
             f"for each of its {order.replicas} replicas; set drop_last=True, or use another batch_size"
         ]
     return []
+
+
+# Random numbers that depend on a sample, and not on who loads it, or after what.
+
+_BITS = 2**64 - 1
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[Callable[..., None]]:
+    """Inside, torch, numpy and Python draw what these numbers say; afterwards they go on as before.
+
+    Gives a function that seeds them again.
+    """
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        _seed(*numbers)
+        yield _seed
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def _seed(*numbers: int) -> None:
+    mixed = 0
+    for number in numbers:
+        mixed = _mix(mixed ^ number)
+    torch.default_generator.manual_seed(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
+
+
+def _mix(value: int) -> int:
+    """splitmix64: every bit of the value changes about half of the bits of the result."""
+    value = (value + 0x9E3779B97F4A7C15) & _BITS
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _BITS
+    return value ^ (value >> 31)

@@ -8,10 +8,9 @@ from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.host_work import host_work
 from echelon.launching.launcher import launch
 from echelon.launching.messages.channel import is_launched_rank, send_message
-from echelon.launching.messages.remote_result import RemoteResult
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
 from echelon.launching.ranks import Ranks
-from echelon.launching.torchrun import join
+from echelon.launching.torchrun import RemoteResult, join
 from echelon.launching.watch.pulse import (
     at_instruction,
     beat,

@@ -9,8 +9,14 @@ from echelon.models.experts_config import ExpertsConfig
 from echelon.models.families import build
 from echelon.models.generate import generate
 from echelon.models.gpt import GPT
-from echelon.models.hf.state import from_hf_state, to_hf_state
-from echelon.models.huggingface import load_hf, read_hf_config, save_hf, save_hf_state
+from echelon.models.huggingface import (
+    from_hf_state,
+    load_hf,
+    read_hf_config,
+    save_hf,
+    save_hf_state,
+    to_hf_state,
+)
 from echelon.models.image.config import ImageConfig
 from echelon.models.image.folder import load_image
 from echelon.models.image.folder_config import read_image_config

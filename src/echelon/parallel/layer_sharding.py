@@ -3,29 +3,32 @@ sequence over `context`, and experts over `expert`. Which of them there are is k
 losses and dropout only see it.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.batch import Loss, num_samples
 from echelon.nn.dropout import keyed_modules, set_global_indices
 from echelon.nn.dtypes import DTYPES
-from echelon.nn.experts import gates_of
+from echelon.nn.experts import Positions, gates_of
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.context import AllToAllView, RingView, positions, take
+from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data import SharedGradient
 from echelon.parallel.expert import spread_experts
-from echelon.parallel.float32_loss import in_float32
 from echelon.parallel.hidden_padding import HiddenPadding, SplitOutput
+from echelon.parallel.own_loss import OwnLoss
 from echelon.parallel.padding import LocalTargets, Padding, has_positions
 from echelon.parallel.pipeline import StageModule
 from echelon.parallel.sequence_checks import (
@@ -38,7 +41,6 @@ from echelon.parallel.sequence_checks import (
     classes_not_causal,
 )
 from echelon.parallel.tensor import Sharded, Table, number_layers, split_loss, split_over
-from echelon.parallel.token_positions import SharedPositions
 from echelon.program import Program
 from echelon.program.step_program import step_program
 from echelon.state.ownership import OwnedSlice
@@ -292,3 +294,81 @@ def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
             f"{how_to_list(model)}"
         )
     return layers
+
+
+# The loss in float32: what a model below float32 returns is converted before its loss.
+
+
+def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
+    """A loss of what a model of `dtype` returns. Those that convert logits themselves, in parts, and a loss
+    that the model has computed already, are what they are."""
+    if dtype.itemsize >= torch.float32.itemsize or split_loss(loss) is not None or isinstance(loss, OwnLoss):
+        return loss
+
+    def float32_loss(output: Any, targets: Any) -> Any:
+        return loss(tree_map(_in_float32, output), targets)
+
+    return float32_loss
+
+
+def _in_float32(leaf: Any) -> Any:
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that torch does not know
+        return _fields_in_float32(leaf)
+    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
+    return leaf.float() if is_low else leaf
+
+
+def _fields_in_float32(output: Any) -> Any:
+    """A copy, made without its __init__, which may compute. A frozen one may be set nowhere else."""
+    converted = copy.copy(output)
+    for field in dataclasses.fields(output):
+        if hasattr(output, field.name):
+            object.__setattr__(converted, field.name, tree_map(_in_float32, getattr(output, field.name)))
+    return converted
+
+
+# The positions that a gate of experts sees, where ranks share sequences (`context`, `sequence`).
+
+
+@final
+class SharedPositions(Positions):
+    """This rank's part of the sequences, of which every rank has an equal number of positions."""
+
+    def __init__(
+        self, numbers: Callable[[int], Tensor], context: Group, stream: Group | None, view: View
+    ) -> None:
+        """`numbers`: from the number of positions here to their places in the whole sequence. `stream`: the
+        ranks that divide the part of a context rank. `view` knows what is padding."""
+        self._numbers, self._context, self._stream, self._view = numbers, context, stream, view
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedPositions":
+        """A copy of a gate sees the same part: it is called inside of the same passes."""
+        return self
+
+    def numbers(self, length: int) -> Tensor:
+        return self._numbers(length)
+
+    def is_true(self, length: int) -> Tensor | None:
+        true_length = self._view.true_length
+        return None if true_length is None else self._numbers(length) < true_length
+
+    def whole_length(self, length: int) -> int:
+        true_length = self._view.true_length
+        parts = self._context.size * (1 if self._stream is None else self._stream.size)
+        return length * parts if true_length is None else true_length
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self._stream is not None:
+            x = torch.cat(_all(x, self._stream), 1)
+        return put_together(_all(x, self._context))
+
+
+def _all(x: Tensor, group: Group) -> list[Tensor]:
+    """The tensors of all ranks of the group."""
+    if group.size == 1:
+        return [x]
+    x = x.detach().contiguous()
+    parts = torch.empty(group.size, *x.shape, dtype=x.dtype, device=x.device)
+    with group.ledger.about("routing"):
+        group.all_gather(parts, x)
+    return list(parts)

@@ -5,7 +5,7 @@ runs/train-20261115-020304/checkpoints/
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast, final
@@ -17,13 +17,12 @@ from echelon.errors import UserError
 from echelon.launching.group import decide_on_rank_0
 from echelon.state.checkpoint import CheckpointFolder
 from echelon.train.data_position import DataPosition
-from echelon.train.events import FROM_DISK, RolledBack
+from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Stepped
 from echelon.train.jobs.job import Job
-from echelon.train.metrics_file import METRICS
+from echelon.train.metrics_file import METRICS, line_of, step_of
 from echelon.train.runs.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
 from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.runs.unwritten import UnwrittenLines
 from echelon.train.spikes import SpikeWatch, Trouble
 from echelon.update.nonfinite import NonfiniteError
 
@@ -190,3 +189,58 @@ def _step_of(extra: dict[str, Any]) -> int:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise UserError(f"the checkpoint is of step {step!r}, which is no number of steps of a training run")
     return step
+
+
+# Lines of metrics.jsonl that are on their way: a checkpoint has those that are not in the file yet.
+
+_MANY = 1000  # lines: more wait only if nobody asks for them, because the pipe to the parent holds less
+_OTHER_LINES = 1 << 14  # bytes that rollbacks may take between them
+
+
+@final
+class UnwrittenLines:
+    """On rank 0: what it told, as far as `path` does not have it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = path, list[str]()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Stepped | Evaluated):
+            self._lines.append(line_of(event))
+            if len(self._lines) % _MANY == 0:
+                self._forget_written()
+
+    def as_plain(self) -> list[str]:
+        self._forget_written()
+        return list(self._lines)
+
+    def restore(self, value: Any) -> None:
+        """What `as_plain` has made; what cannot be read is left out."""
+        lines = value if isinstance(value, list) else []
+        self._lines = [line for line in lines if isinstance(line, str) and step_of(line) is not None]
+
+    def _forget_written(self) -> None:
+        """Keep the lines from the first step on that has one to write: the parent writes them in order."""
+        written = self._last_written()
+        number = max((index + 1 for index, line in enumerate(self._lines) if line in written), default=0)
+        self._lines = _of_whole_steps(self._lines, number)
+
+    def _last_written(self) -> set[str]:
+        size = sum(len(line) + 1 for line in self._lines) + _OTHER_LINES
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - size))
+                return set(file.read().decode(errors="replace").splitlines())
+        except FileNotFoundError:
+            return set()
+
+
+def _of_whole_steps(lines: Sequence[str], first: int) -> list[str]:
+    """Those from number `first` on, and those of the same step before it."""
+    while 0 < first < len(lines) and step_of(lines[first - 1]) == step_of(lines[first]):
+        first -= 1
+    return list(lines[first:])

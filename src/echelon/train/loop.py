@@ -1,5 +1,6 @@
 """The training loop, as every rank runs it."""
 
+import math
 import platform
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,11 +16,11 @@ from echelon.collectives.mesh import this_device
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit import AuditResult, Mode
 from echelon.engine.step.balance import ExpertLoad
+from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.nn.initialization import deferred
 from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
-from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.memory_fit import refuse_small_device, state_bytes
@@ -270,3 +271,25 @@ def _device_name(engine: Engine) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
+
+
+# A training that diverged ends, and says what to change.
+
+
+def refuse_divergence(job: Job, step: int, **numbers: float) -> None:
+    """Raise a UserError where one of `numbers` (loss=…, gradient_norm=…) of `step` is not finite."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            became = "NaN" if math.isnan(value) else "infinite"
+            raise UserError(f"the {name.replace('_', ' ')} became {became} at step {step}; {_fixes(job)}")
+
+
+def _fixes(job: Job) -> str:
+    optimizer = job.optimizer
+    clip = (
+        "set optimizer.clip=1.0" if optimizer.clip is None else f"lower optimizer.clip (now {optimizer.clip})"
+    )
+    return (
+        f"lower optimizer.learning_rate (now {optimizer.learning_rate}), or {clip}, "
+        f"or raise optimizer.warmup (now {job.warmup} steps)"
+    )

@@ -1,5 +1,6 @@
 """A run while it is trained: its folder, its logbook, and a function that shows events."""
 
+import fcntl
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,7 @@ from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
 from echelon.train.jobs.job import Job, as_plain
 from echelon.train.logbook import Logbook
 from echelon.train.runs.preempted import Preempted
-from echelon.train.runs.run_folder import RunFolder
-from echelon.train.runs.run_lock import locked
+from echelon.train.runs.run_folder import RunFolder, explain_os_errors
 
 Show = Callable[[Event], None]
 
@@ -103,3 +103,26 @@ def _about(job: Job) -> dict[str, Any]:
     """What run.json says from the start of a run."""
     versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
+
+
+# One process at a time trains in a run folder: a lock that the system releases when the process ends.
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the lock of a run folder; a UserError if another process holds it."""
+    path = run / _LOCK
+    with explain_os_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"the run in {run} is still being trained, by another process; wait for its end, or end it"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

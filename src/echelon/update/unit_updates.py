@@ -7,16 +7,15 @@ The first step is rehearsed (rehearsal.py): its passes run once without updates,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.parallel.data import Sharing, SummedUnit, squared_norm
 from echelon.state.ownership import LocalParameter
-from echelon.update.precision import Stepper, check_takes_units
-from echelon.update.rehearsal import Rehearsal
+from echelon.update.precision import Stepper, check_takes_units, with_gradients
 
 
 @final
@@ -72,3 +71,47 @@ class UnitUpdates:
         self.has_updated = True
         with nullcontext() if self._stepper.on_host else unit.present():
             self._stepper.step(1.0, self.skip(), unit.local)
+
+
+# A rehearsed step, where units are updated in the backward pass: its passes run, and nothing is updated.
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+class _Flipped(NamedTuple):
+    """Weights of a unit, and what is around a change of them; not its gradients, which would stay."""
+
+    present: Callable[[], AbstractContextManager[None]]
+    weights: list[nn.Parameter]
+
+
+@final
+class Rehearsal:
+    """Hears of every unit whose gradients are summed, in place of an update."""
+
+    def __init__(self, stepper: Stepper, see: Callable[[Sequence[LocalParameter]], None]) -> None:
+        """`see`: looks at the gradients of a unit, which are freed afterwards."""
+        self._stepper, self._see = stepper, see
+        self._flipped: list[_Flipped] = []
+
+    def use(self, unit: SummedUnit) -> None:
+        self._see(unit.local)
+        self._stepper.check_gradients(unit.local)
+        weights = with_gradients(unit.local)
+        for weight in weights:
+            flip_bits(weight)
+        self._flipped.append(_Flipped(unit.present, weights))
+
+    def restore(self) -> None:
+        """The passes are over: all weights are what they were."""
+        while self._flipped:
+            flipped = self._flipped.pop()
+            with flipped.present():
+                for weight in flipped.weights:
+                    flip_bits(weight)
+
+
+def flip_bits(tensor: Tensor) -> None:
+    """In place, and unseen by autograd. Zero becomes not-a-number."""
+    real = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+    real.view(_INTEGERS[real.element_size()]).bitwise_not_()

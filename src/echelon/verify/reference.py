@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from echelon.nn.draws import EVALUATION, SampleDraws
 from echelon.nn.dropout import key_dropout, scope
 from echelon.nn.experts import after_step, auxiliary_loss, gates_of
+from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 from echelon.nn.inputs import tensors_of
 from echelon.nn.wrapping import Wrapping
 from echelon.update.precision import DynamicScale
 from echelon.update.update import Push
 from echelon.verify.case import Case, cast_floats
-from echelon.verify.rounding import round_keyed
 
 _CLOSE = 16.0  # times the largest number, or a part of it: as many parts as a sum may have, about
 
@@ -288,3 +288,17 @@ def mean(result: Any) -> Tensor:
     """The mean that a loss function returned, as it is or as (total, count)."""
     value: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
     return value
+
+
+# Stochastic rounding of the reference (masters=false), written out: the noise of every element is a hash of
+# seed, update, parameter and element.
+
+
+@torch.no_grad()
+def round_keyed(value: Tensor, seed: int, update: int, name: str) -> Tensor:
+    """A float32 parameter in bf16 after update number `update`, the first of which is 1."""
+    key = hash_of(seed, update, hash_of(*name.encode()))
+    words = torch.arange(-(-value.numel() // 4))  # one hash for four elements, 16 bits each
+    noise = mix_(words * signed(WEYL) + signed(key)).view(torch.int16).int() & 0xFFFF
+    bits = value.flatten().view(torch.int32) + noise[: value.numel()]
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16).view_as(value)

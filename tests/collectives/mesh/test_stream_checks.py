@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from echelon.collectives.mesh import stream_checks
+from echelon.collectives.mesh import mesh as stream_checks
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.program import build

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from echelon.errors import UserError
-from echelon.launching.watch import rank_report
-from echelon.launching.watch.rank_report import host_id, local_rank, report_current, report_visible
+from echelon.launching import group as rank_report
+from echelon.launching.group import host_id, local_rank, report_current, report_visible
 
 NAMES = (
     "LOCAL_RANK",

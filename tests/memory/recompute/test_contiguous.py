@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.launching import Ranks
-from echelon.memory.recompute import ContiguousCheckpoints, WholeCheckpoints, slots
+from echelon.memory.recompute import ContiguousCheckpoints, WholeCheckpoints
+from echelon.memory.recompute import contiguous as slots
 from echelon.memory.recompute.checkpoints import ArgumentName
-from echelon.memory.recompute.slots import Slots
+from echelon.memory.recompute.contiguous import Slots
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.verify import assert_equal
 from tests.memory.recompute.chains import assert_same, recompute, settings, train, vectors

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from echelon.collectives import Ledger, RecordingGroup
 from echelon.memory.recompute.checkpoints import ArgumentName, WholeCheckpoints
-from echelon.memory.recompute.contiguous import ContiguousCheckpoints
+from echelon.memory.recompute.contiguous import ContiguousCheckpoints, Slots
 from echelon.memory.recompute.dense import is_dense, memory_order
-from echelon.memory.recompute.slots import Slots
 from echelon.memory.recompute.split_checkpoints import SplitCheckpoints, _part
 
 ARGUMENT = ArgumentName("layer", 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.nn.dropout.runs import Runs, runs_of
+from echelon.nn.dropout.mask import Runs, runs_of
 
 
 @pytest.mark.parametrize(

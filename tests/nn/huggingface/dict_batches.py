@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import echelon
-from echelon.verify.float64_patch import Float64
+from echelon.verify.case import Float64
 
 VOCAB, STEPS = 48, 3
 _SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}

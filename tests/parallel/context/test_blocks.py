@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.parallel.context import blocks
-from echelon.parallel.context.blocks import add_gradients, attend, merge
+from echelon.parallel.context import ring as blocks
 from echelon.parallel.context.flash import CPU_FLASH, Kernel
+from echelon.parallel.context.ring import add_gradients, attend, merge
 from echelon.parallel.context.tiles import Gradients, QueryState
 from tests.parallel.context.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
 

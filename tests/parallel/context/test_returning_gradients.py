@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.collectives import RecordingGroup
-from echelon.parallel.context.returning_gradients import ReturningGradients
+from echelon.parallel.context.ring import ReturningGradients
 from echelon.parallel.context.ring_exchange import RIGHT, WAYS, reach, rounds
 from tests.nccl_like import NcclWorld
 from tests.peak_memory import PeakMemory

@@ -15,7 +15,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.parallel.context import put_together, ring, ring_attention, take
-from echelon.parallel.context.blocks import add_gradients, attend
+from echelon.parallel.context.ring import add_gradients, attend
 from echelon.parallel.context.tiles import Gradients, QueryState
 from echelon.plan import Plan
 

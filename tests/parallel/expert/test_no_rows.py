@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
 from echelon.nn.experts import Experts
-from echelon.parallel.expert.dispatch import Dispatch
-from echelon.parallel.expert.journey import Journey
-from echelon.parallel.expert.modules import SpreadExperts
+from echelon.parallel.expert.modules import Dispatch, Journey, SpreadExperts
 
 
 class Wider(nn.Module):

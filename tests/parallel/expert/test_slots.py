@@ -7,9 +7,18 @@ from torch import Tensor
 
 from echelon.collectives import Ledger
 from echelon.nn.experts.sorting import sort_slots
-from echelon.parallel.expert.dispatch import Dispatch, plan_dispatch
-from echelon.parallel.expert.journey import Journey, _Start, _Wait
-from echelon.parallel.expert.slots import counts_of, inverse_of, mix_rows, permute, take_rows
+from echelon.parallel.expert.modules import (
+    Dispatch,
+    Journey,
+    _Start,
+    _Wait,
+    counts_of,
+    inverse_of,
+    mix_rows,
+    permute,
+    plan_dispatch,
+    take_rows,
+)
 
 INDICES = torch.tensor([[2, 0], [0, 3], [1, 2]])  # of 3 experts: one slot is dropped
 

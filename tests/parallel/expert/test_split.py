@@ -17,7 +17,7 @@ from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping, find_wrapper
 from echelon.parallel.expert import experts_of, spread_experts
 from echelon.parallel.expert.modules import SpreadExperts
-from echelon.parallel.token_positions import SharedPositions
+from echelon.parallel.layer_sharding import SharedPositions
 from tests.cases import adamw
 from tests.nn.experts.models import make_model
 from tests.parallel.expert.models import plain_gate, tokens, transformers_model

@@ -8,7 +8,7 @@ import torch
 
 from echelon.models import preset
 from echelon.plan import Plan
-from echelon.train.jobs.plan_fit import division_errors
+from echelon.train.jobs.job_rules import division_errors
 
 TINY = preset("gpt-tiny")  # 4 blocks and 4 heads
 

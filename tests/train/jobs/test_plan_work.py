@@ -2,8 +2,7 @@ import time
 
 from echelon.plan import Plan
 from echelon.train.jobs.job import Job
-from echelon.train.jobs.job_rules import job_errors
-from echelon.train.jobs.plan_work import work_error
+from echelon.train.jobs.job_rules import job_errors, work_error
 
 
 def test_a_number_beyond_reason_is_refused_at_once() -> None:

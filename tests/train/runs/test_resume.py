@@ -8,9 +8,9 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.train.jobs.job import Job, as_plain
+from echelon.train.run import locked
 from echelon.train.runs.resume import resume, runs_of
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.runs.run_lock import locked
 
 
 def make_run(out: Path, state: str = "failed", saved: int | None = None, **changes: Any) -> Path:

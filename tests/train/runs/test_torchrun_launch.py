@@ -9,7 +9,7 @@ import pytest
 
 from echelon.train import trainer
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.runs.torchrun_launch import LaunchedRun, run_of_launch
+from echelon.train.trainer import LaunchedRun, run_of_launch
 
 SUMMARY = {"run": "a", "steps": 3}
 

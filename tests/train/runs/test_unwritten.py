@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from echelon.launching import Ranks
-from echelon.train.checkpoints import CHECKPOINTS
+from echelon.train.checkpoints import CHECKPOINTS, UnwrittenLines
 from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.jobs.job import Job, ModelJob
 from echelon.train.logbook import Logbook
 from echelon.train.loop import train_rank
 from echelon.train.metrics_file import METRICS, line_of, read_metrics
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.runs.unwritten import UnwrittenLines
 from tests.train.test_metrics_file import stepped
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from echelon.collectives import Ledger
-from echelon.update.async_training import connection, port
-from echelon.update.async_training.connection import Connection
-from echelon.update.async_training.host import Host, flat_buckets
+from echelon.update.async_training import host as connection
+from echelon.update.async_training import port
+from echelon.update.async_training.host import Connection, Host, flat_buckets
 from echelon.update.async_training.port import RemotePort
 from echelon.update.async_training.server import Gradient, PushResult, Server
 from echelon.update.precision import DirectStepper

@@ -2,7 +2,7 @@
 
 import math
 
-from echelon.update.async_training.clocks import Clocks
+from echelon.update.async_training.server import Clocks
 
 
 def clocks(staleness: float, *completed: int) -> Clocks:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.update.offload.host_numbers import HostNumbers
+from echelon.update.offload.optimizer import HostNumbers
 
 
 @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)])

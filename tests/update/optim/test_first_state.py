@@ -14,7 +14,7 @@ from echelon.update.optim import CombinedOptimizer
 from echelon.update.optim.first_state import FirstStates
 from echelon.update.optim.local import make_local
 from echelon.update.optim.state_forms import state_forms
-from echelon.update.precision.gradient_check import check_gradient
+from echelon.update.precision.stepper import check_gradient
 
 
 class Eager(torch.optim.Optimizer):

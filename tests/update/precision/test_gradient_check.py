@@ -6,7 +6,7 @@ from torch import nn
 
 from echelon.errors import UserError
 from echelon.update.optim import SM3, CombinedOptimizer
-from echelon.update.precision.gradient_check import check_gradient
+from echelon.update.precision.stepper import check_gradient
 
 SPARSE = torch.eye(3).to_sparse()
 

@@ -1,14 +1,20 @@
 """The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
 
-from collections.abc import Collection, Sequence
+import os
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked so
+from torch.distributed import distributed_c10d as c10d
 
 from echelon.collectives import (
+    CallComparison,
     Edge,
     Edges,
     Group,
@@ -22,13 +28,11 @@ from echelon.collectives import (
     make_boundary,
     without_serialization_warning,
 )
-from echelon.collectives.mesh.debugging import compare_calls
 from echelon.collectives.mesh.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
 from echelon.collectives.mesh.process_groups import new_host_group, new_process_group
-from echelon.collectives.mesh.stream_checks import check_streams
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_errors
 from echelon.launching import join
-from echelon.launching.group import backend_for
+from echelon.launching.group import backend_for, operation_limit
 from echelon.plan import Plan
 
 
@@ -235,3 +239,100 @@ def this_device() -> torch.device:
     if torch.cuda.is_available() and (not dist.is_initialized() or backend_for("cuda") is not None):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+# debug=true: lets the groups of a mesh compare what their ranks call.
+
+_DEFAULT_LIMIT = timedelta(minutes=30)
+
+# A connection to the store of each world: its main thread waits there for what others call.
+_stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, Store]" = weakref.WeakKeyDictionary()
+
+
+def compare_calls(group: Group, device: torch.device) -> None:
+    """Let `group` compare its calls from here on, if it talks to processes; all its ranks must call this."""
+    process_group: dist.ProcessGroup | None = getattr(group, "process_group", None)
+    if process_group is None:
+        return
+    store = PrefixStore(f"echelon/debug/{process_group.group_name}", _store())
+    ranks = dist.get_process_group_ranks(process_group)
+    queue_per_peer = group.has_queue_per_peer(device)
+    group.comparison = CallComparison(store, group.rank, ranks, queue_per_peer=queue_per_peer)
+
+
+def _store() -> Store:
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _stores:
+        store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store.set_timeout(operation_limit() or _DEFAULT_LIMIT)
+        _stores[world] = store
+    return _stores[world]
+
+
+# What a pipeline over NCCL needs of a GPU: a stream for each communicator, and hardware queues for streams.
+
+NUM_STREAMS = 32  # of each priority in torch's pool
+_DEFAULT_QUEUES = 8
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def check_streams(
+    plan: Plan,
+    groups: Iterable[Group],
+    pairs: Collection[tuple[int, int]],
+    pipeline: Group,
+    everyone: Group,
+    device: torch.device,
+) -> None:
+    """Refuse a pipeline whose messages could wait for each other; every rank must call this, and each raises.
+
+    `groups` are those that this rank has already; `pairs` (sender, receiver), as `pipeline` numbers its
+    ranks, are those that will have an edge.
+    """
+    extra = _num_message_streams()
+    num_edges = sum(pipeline.rank in pair for pair in pairs)
+    needed = num_edges * (1 + extra) + sum(_num_streams(group, extra) for group in groups)
+    numbers = torch.tensor([needed, num_edges, -_hardware_queues()], device=device)
+    everyone.all_reduce(numbers, "max")
+    most, most_edges, fewest_queues = (abs(number) for number in numbers.tolist())
+    raise_errors(f"plan '{plan}' over NCCL", list(_errors(most, most_edges, fewest_queues, extra)))
+
+
+def _errors(num_streams: int, num_edges: int, queues: int, extra: int) -> Iterator[str]:
+    if num_streams > NUM_STREAMS:
+        unbound = " (and pass device_id to init_process_group: without it each takes two)" if extra else ""
+        yield (
+            f"communicators of one rank must not share a CUDA stream, and torch has {NUM_STREAMS}: one rank "
+            f"needs {num_streams}, for messages to and from {num_edges // 2} ranks of neighbouring stages "
+            f"and for its groups; use stages whose numbers of replicas differ less, or data= to replicate "
+            f"the whole pipeline{unbound}"
+        )
+    if queues < _DEFAULT_QUEUES:
+        yield (
+            f"{_QUEUES} must be at least {_DEFAULT_QUEUES}, and a rank has {queues}: in so few hardware "
+            f"queues an operation that waits for another rank holds up what that rank waits for; set it to "
+            f"32 before CUDA starts, or unset it"
+        )
+
+
+def _num_streams(group: Group, extra: int) -> int:
+    """Streams of a group that is not an edge: for its collectives, and for messages to two neighbours."""
+    if isinstance(group, RecordingGroup) or group.size == 1:
+        return 0
+    return 1 + extra * min(group.size - 1, 2)
+
+
+def _num_message_streams() -> int:
+    """How many communicators of their own the messages between two ranks of a group have.
+
+    One, unless the process group is bound to a device.
+    """
+    world = dist.group.WORLD
+    return int(world is not None and world.bound_device_id is None)
+
+
+def _hardware_queues() -> int:
+    """How many hardware queues CUDA was asked for; it ignores what is no number from 1 to 32."""
+    text = os.environ.get(_QUEUES, "")
+    return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else _DEFAULT_QUEUES

@@ -1,21 +1,26 @@
 """The step runner of schedules whose steps begin and end with an empty pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from echelon.collectives.mesh import Mesh
+from echelon.engine.model_checks import is_cut
 from echelon.engine.step.agreement import measure_gradient
-from echelon.engine.step.first_step_checks import FirstStepChecks
 from echelon.engine.step.runtime import Microbatch
 from echelon.engine.step.step_runner import StepRunner
 from echelon.engine.step.untouched import untouched
 from echelon.engine.step.weight_changes import renormalises_any
+from echelon.engine.step.weight_hooks import WeightHooks
 from echelon.errors import UserError
+from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.parallel.stage import LocalStages
 from echelon.program import Program, without_update
 from echelon.program.step_program import step_program
 from echelon.state.ownership import LocalParameter
@@ -147,3 +152,62 @@ class FlushedRunner(StepRunner):
 
 def _copied(structure: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
+
+
+# What the first step shows of a model, all ranks told before its update: a step that one rank refuses for
+# it is refused by all, and no weight has changed.
+
+
+@final
+class FirstStepChecks:
+    """Open until a step was not refused for what it has shown."""
+
+    def __init__(self, mesh: Mesh, local: LocalStages) -> None:
+        self._mesh, self._local = mesh, local
+        self._is_open = mesh.plan.sync != "async"  # asynchronous workers wait for nobody
+        self.compares_buffers = True
+        self.check_gates: Callable[[], None] = lambda: None  # raises if one was not recorded
+        trained = [pair for sharing in local.sharings for pair in sharing.parameter_set.trained]
+        self._hooks = WeightHooks(trained, mesh.plan)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around the passes of a step."""
+        if not self._is_open or not is_cut(self._mesh.plan):
+            yield
+            return
+        with self._hooks.watch():
+            yield
+
+    def decide(self) -> None:
+        """The gradients are there: raise on every rank what any has found."""
+        for stage in self._local.stages.values():
+            stage.finish_passes()
+        if not self._is_open:
+            self._check_second_runs()  # of asynchronous workers, each for itself
+            return
+        differing = self._differing_buffers()
+        check_on_every_rank(lambda: self._check(differing))
+        self._is_open = False
+
+    def _differing_buffers(self) -> list[str]:
+        if not self.compares_buffers:
+            return []
+        return [name for stage in self._local.stages.values() for name in stage.differing_buffers()]
+
+    def _check_second_runs(self) -> None:
+        for stage in self._local.stages.values():
+            stage.check_second_runs()
+
+    def _check(self, differing: list[str]) -> None:
+        for sharing in self._local.sharings:
+            sharing.end_watch()
+        self._check_second_runs()
+        self._hooks.check()
+        self.check_gates()
+        if differing:
+            raise UserError(
+                f"plan '{self._mesh.plan}': {', '.join(differing)}: the forward computes these buffers from "
+                "its batch, and each replica has those of its own samples; use data=1, or average them over "
+                "ranks in the forward, or audit='off' to keep those of replica 0"
+            )

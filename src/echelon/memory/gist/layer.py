@@ -10,18 +10,21 @@ encoded once.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple, final
+from functools import cache
+from inspect import signature
+from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from echelon.memory.gist import backend, floats, sparse
-from echelon.memory.gist.calls import CompressedCalls
 from echelon.memory.gist.dense import Layout, flatten, is_dense, overlap, shares_elements
+from echelon.memory.gist.functions import Window, max_pool2d, relu
 from echelon.memory.gist.marks import Memory
 from echelon.memory.gist.settings import Compression, is_encoded, is_off
-from echelon.memory.gist.statistics import is_few, is_power
-from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, current_hooks, replace
+from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, current_hooks, is_recorded, replace
 from echelon.nn.autograd.second_run import once
 from echelon.nn.inputs import tensors_of
 from echelon.nn.wrapping import Wrapper
@@ -194,3 +197,60 @@ _NOTHING: tuple[None, None] = None, None
 
 def _take(saved: "_Encoded | KeptTensor") -> Tensor:
     return saved.take()
+
+
+# Which saved numbers are never rounded: those that backward passes raise e to, or divide everything by.
+
+# Of a tensor, there are this many times fewer statistics.
+FEWER: Final = 8
+
+_OPERATIONS: Final = ("SoftmaxBackward", "LogsumexpBackward", "LogcumsumexpBackward", "RsqrtBackward")
+
+
+def is_few(tensor: Tensor, num: int) -> bool:
+    """Whether the memory of a tensor is small beside `num` numbers."""
+    return FEWER * tensor.untyped_storage().nbytes() <= num * tensor.element_size()
+
+
+def is_power(tensor: Tensor) -> bool:
+    """Whether the operation that made a tensor computes with its result again."""
+    made_by = tensor.grad_fn
+    return made_by is not None and _is_listed(made_by.name())
+
+
+@cache
+def _is_listed(name: str) -> bool:
+    return any(each in name for each in _OPERATIONS)
+
+
+# relu and max_pool2d that a forward calls as functions, and not as modules.
+
+_RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, torch.relu_: True, Tensor.relu_: True}
+_POOL = signature(F.max_pool2d_with_indices)
+
+
+@final
+class CompressedCalls(TorchFunctionMode):
+    """Inside, such functions save less. `seen`: whether one was called."""
+
+    def __init__(self, compression: Compression) -> None:
+        super().__init__()
+        self._compression = compression
+        self.seen = False
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_recorded():  # a checkpoint, which computes again outside of this
+            return func(*args, **kwargs)
+        if func in _RELUS:
+            return self._relu(func, *args, **kwargs)
+        if func is F.max_pool2d:
+            self.seen = True
+            arguments = dict(_POOL.bind(*args, **kwargs).arguments)
+            arguments.pop("return_indices", None)
+            return max_pool2d(arguments.pop("input"), Window.of(**arguments), self._compression)
+        return func(*args, **kwargs)
+
+    def _relu(self, func: Any, input: Tensor, inplace: bool = False) -> Tensor:
+        self.seen = True
+        return relu(input, self._compression, inplace=inplace or _RELUS[func])

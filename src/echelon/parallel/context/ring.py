@@ -17,7 +17,7 @@ last bits from run to run.
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -26,11 +26,11 @@ from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
 from echelon.nn.autograd.tracing import untraced
-from echelon.parallel.context.blocks import add_gradients, attend, merge
+from echelon.parallel.context import tiles
+from echelon.parallel.context.flash import find_kernel
 from echelon.parallel.context.inputs import check_inputs
 from echelon.parallel.context.parts import block_of
-from echelon.parallel.context.returning_gradients import ReturningGradients
-from echelon.parallel.context.ring_exchange import RingBlock, rounds
+from echelon.parallel.context.ring_exchange import Exchange, Message, RingBlock, reach, rounds, start_exchange
 from echelon.parallel.context.tiles import Gradients, QueryState, wide
 
 
@@ -121,3 +121,107 @@ class _Backward:
         options = {"causal": causal, "is_first": block.way == 0}  # this rank's own block: all of its queries
         add_gradients(into, self._contiguous(rows.start), key, value, scale=self._scale, **options)
         return gradients
+
+
+# Gradients of keys and values on their way to the owner of their block.
+
+
+@final
+class ReturningGradients:
+    """This rank's end of the gradients of all blocks, round by round."""
+
+    def __init__(self, group: Group, own: Tensor) -> None:
+        """`own`: this rank's part for its own block, to which the others' are added."""
+        self._group, self._own = group, own
+        self._step = 0  # the last round
+        self._ways: list[int] = []
+        self._exchange: Exchange | None = None
+        self._travelling: dict[int, Tensor] = {}  # for the blocks of the next round
+
+    def add(self, parts: dict[int, Tensor]) -> None:
+        """This rank's parts for the blocks of the next round, by the direction that a block travels."""
+        self._receive()
+        self._step += 1
+        for way, part in parts.items():
+            if way in self._travelling:
+                part += self._travelling.pop(way)
+        self._ways = list(parts)
+        self._exchange = start_exchange(self._group, [self._message(way, parts[way]) for way in parts])
+
+    def finish(self) -> Tensor:
+        """The complete gradients of this rank's own block, after the last round."""
+        self._receive()
+        return self._own
+
+    def _message(self, way: int, part: Tensor) -> Message:
+        hop = -way * self._step if self._is_last(way) else way
+        rank, size = self._group.rank, self._group.size
+        return Message(part, (rank + hop) % size, (rank - hop) % size)
+
+    def _receive(self) -> None:
+        if self._exchange is None:
+            return
+        received, self._exchange = self._exchange.wait(), None  # what was sent is no longer needed
+        for way, gradients in zip(self._ways, received, strict=True):
+            if self._is_last(way):
+                self._own += gradients
+            else:
+                self._travelling[way] = gradients
+
+    def _is_last(self, way: int) -> bool:
+        return self._step == reach(self._group.size, way)
+
+
+# Attention of some queries to one block of keys, by a kernel or in tiles, and how results over blocks
+# merge.
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Result and log-sums. If `causal`, queries and keys are the same positions."""
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    kernel = find_kernel(query, key, value, causal=causal)
+    if kernel is None:
+        return tiles.attend(query, key, value, causal=causal, scale=scale)
+    return kernel.forward(query, key, value, causal, scale)
+
+
+def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
+    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys.
+
+    They are in the wide type. A GPU reads and writes `out` once: most of the cost of a merge.
+    """
+    weight = torch.sigmoid(other_sums - sums)[..., None]
+    out.lerp_(other_out.to(out.dtype), weight)
+    sums.copy_(torch.logaddexp(sums, other_sums))
+
+
+def add_gradients(
+    into: Gradients,
+    queries: QueryState,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    is_first: bool = False,
+) -> None:
+    """Fill in the gradients of these keys and values, and add what they contribute to that of the queries.
+
+    `is_first`: that of the queries holds nothing yet. A GPU writes memory once where it need not add.
+    """
+    queries = QueryState(*(x.contiguous() for x in queries))
+    key, value = key.contiguous(), value.contiguous()
+    kernel = find_kernel(queries.query, key, value, causal=causal)
+    if kernel is None:
+        for empty in into if is_first else into[1:]:
+            empty.zero_()
+        tiles.add_gradients(into, queries, key, value, causal=causal, scale=scale)
+        return
+    query, gradient, out, sums = queries
+    for_query, *others = kernel.backward(gradient, query, key, value, out, sums, causal, scale)
+    if is_first:
+        into.query.copy_(for_query)
+    else:
+        into.query.add_(for_query)
+    for empty, part in zip(into[1:], others, strict=True):
+        empty.copy_(part)

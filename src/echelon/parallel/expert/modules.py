@@ -1,19 +1,135 @@
 """What experts do whose other parts are on other ranks: send tokens to them, compute, and get them back."""
 
-from typing import Any, ClassVar, final
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from echelon.collectives import Group
+from echelon.collectives import Group, Handle
+from echelon.nn.autograd.second_run import once
 from echelon.nn.autograd.tracing import untraced
 from echelon.nn.experts import Experts
 from echelon.nn.experts.overlap import run_beside
-from echelon.nn.experts.sorting import sort_slots
+from echelon.nn.experts.sorting import Slots, gather_rows, sort_slots, sort_weights, sum_slots
 from echelon.nn.wrapping import Wrapper, find_wrapper
-from echelon.parallel.expert.dispatch import Dispatch, plan_dispatch
-from echelon.parallel.expert.slots import counts_of, inverse_of, mix_rows, permute, take_rows
+
+# Rows on their way between ranks, and in the backward pass their gradients on the way back.
+
+SUBJECT = "experts"
+
+
+@final
+class Journey:
+    """`sent` and `received`: how many rows go to, and come from, each rank of `group`."""
+
+    def __init__(self, group: Group, sent: Sequence[int], received: Sequence[int]) -> None:
+        self._group, self._sent, self._received = group, list(sent), list(received)
+        # What is under way: what to wait for, the rows that come, and those that leave, whose memory is
+        # needed until it is over.
+        self._under_way: tuple[Handle, Tensor, Tensor] | None = None
+
+    def reversed(self) -> "Journey":
+        """The way back of all rows, to the ranks that they came from."""
+        return Journey(self._group, self._received, self._sent)
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Begin to send rows; what is returned will hold those that come, after `wait`."""
+        arriving: Tensor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
+        return arriving
+
+    def wait(self, arriving: Tensor) -> Tensor:
+        """The rows that have come."""
+        arrived: Tensor = _Wait.apply(arriving, self)  # type: ignore[no-untyped-call]
+        return arrived
+
+    def begin(self, rows: Tensor, *, back: bool) -> Tensor:
+        outgoing = rows.contiguous()
+        to_all, from_all = (self._received, self._sent) if back else (self._sent, self._received)
+        incoming = rows.new_empty(sum(from_all), *rows.shape[1:])
+        with self._group.ledger.about(SUBJECT):
+            handle = self._group.all_to_all(incoming, outgoing, from_all, to_all, wait=False)
+        self._under_way = (handle, incoming, outgoing)
+        return incoming
+
+    def end(self) -> Tensor:
+        assert self._under_way is not None, "nothing is under way"
+        handle, incoming, _ = self._under_way
+        self._under_way = None
+        handle.wait()
+        return incoming
+
+
+class _Start(torch.autograd.Function):
+    runs_once = True  # all ranks take part in its backward pass
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.begin(rows, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.end(), None
+
+
+class _Wait(torch.autograd.Function):
+    runs_once = True
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, journey: Journey) -> Tensor:
+        ctx.journey = journey
+        journey.end()
+        return arriving.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.journey.begin(gradient, back=True)
+        return gradient.new_zeros(()).expand_as(gradient), None  # which `_Start` does not look at
+
+
+# Who sends how many rows to whom: ranks tell each other before the rows themselves travel.
+
+
+class Dispatch(NamedTuple):
+    """How the slots of all ranks of a group reach the experts.
+
+    `sent`: how many rows leave, also those to this rank itself. `counts` [ranks, experts here]: how many rows
+    of each expert come from each rank.
+    """
+
+    journey: Journey
+    sent: int
+    received: int
+    counts: Tensor
+
+    @property
+    def expert_of_row(self) -> Tensor:
+        """Which of this rank's experts each row is for that comes."""
+        ranks, experts = self.counts.shape
+        numbers = torch.arange(experts, device=self.counts.device).repeat(ranks)
+        return numbers.repeat_interleave(self.counts.flatten(), output_size=self.received)
+
+
+def plan_dispatch(counts: Tensor, group: Group) -> Dispatch:
+    """Tell the other ranks how many slots of each expert this one has; all ranks of the group together.
+
+    A forward that runs again finds what the first run has learnt.
+    """
+    coming, sent, received = once(lambda: _exchange(counts, group))
+    return Dispatch(Journey(group, sent, received), sum(sent), sum(received), coming)
+
+
+def _exchange(counts: Tensor, group: Group) -> tuple[Tensor, list[int], list[int]]:
+    coming = torch.empty_like(counts)
+    with group.ledger.about("expert counts"):
+        group.all_to_all(coming, counts)
+    both = torch.stack([counts, coming]).view(2, group.size, -1)
+    sent, received = both.sum(2).tolist()  # of all numbers of a step, the ones that the host must know
+    return both[1], sent, received
 
 
 @final
@@ -100,3 +216,94 @@ def experts_of(module: nn.Module) -> list[nn.Parameter]:
 def talks_in_forward(module: nn.Module) -> bool:
     """Whether replicas talk in the forward pass of `module`, so that each must run it."""
     return any(find_wrapper(inner, SpreadExperts) is not None for inner in module.modules())
+
+
+# Rows of slots, sorted by expert, and back: as `experts.sorting`, with gradients and no dropped slots.
+
+
+def counts_of(slots: Slots) -> Tensor:
+    """How many slots each expert has."""
+    return slots.ends.long().diff(prepend=slots.ends.new_zeros(1))
+
+
+def take_rows(hidden_states: Tensor, slots: Slots, number: int) -> Tensor:
+    """The token of each of the first `number` slots, as rows."""
+    rows: Tensor = _TakeRows.apply(hidden_states, slots, number)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def mix_rows(rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+    """The sum over the slots of each token, of the rows of the first slots, weighted by `weights`
+    [tokens, k]."""
+    mixed: Tensor = _MixRows.apply(rows, weights, slots)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Where each row goes."""
+    places = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Rows in this order."""
+    permuted: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return permuted
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, slots: Slots, number: int) -> Tensor:
+        ctx.slots = slots
+        return gather_rows(hidden_states.contiguous(), _first(slots, number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return sum_slots(_padded(gradient, ctx.slots), ctx.slots), None, None
+
+
+class _MixRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        ctx.save_for_backward(rows, weights)
+        weighted = rows * sort_weights(weights, slots)[: len(rows), None]
+        return sum_slots(_padded(weighted, slots), slots).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        slots: Slots = ctx.slots
+        rows, weights = ctx.saved_tensors
+        of_slots = gather_rows(gradient.contiguous(), _first(slots, len(rows)))
+        for_weights = None
+        if ctx.needs_input_grad[1]:
+            products = _padded((of_slots * rows).sum(1, keepdim=True), slots)
+            for_weights = products[slots.inverse, 0].to(weights.dtype)
+        weighted = of_slots * sort_weights(weights, slots)[: len(rows), None]
+        return weighted.to(rows.dtype), for_weights, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse), None, None
+
+
+def _padded(rows: Tensor, slots: Slots) -> Tensor:
+    """Rows of all slots; those of dropped ones are zeros."""
+    missing = slots.inverse.numel() - len(rows)
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+
+
+def _first(slots: Slots, number: int) -> Slots:
+    """The first of them, in sorted order."""
+    return slots._replace(order=slots.order[:number])

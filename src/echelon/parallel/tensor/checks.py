@@ -13,7 +13,6 @@ from echelon.nn.dropout import drops_each_element
 from echelon.nn.huggingface import embedding_scale, is_plain_matrix, is_transposed
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import find_wrapper, replaced_forward
-from echelon.parallel.tensor.hooked_weights import hooked_weights
 from echelon.parallel.tensor.modules import SplitModule, is_matrix, num_outputs
 from echelon.parallel.tensor.norms import is_norm
 from echelon.parallel.tensor.proposal import pattern_of, propose
@@ -314,3 +313,24 @@ def _indivisible_numbers(styles: Styles, ranks: int) -> Iterator[str]:
 
 def _largest_divisor(value: int, limit: int) -> int:
     return next(n for n in range(min(limit, value), 0, -1) if value % n == 0)
+
+
+# Weights with hooks of the user's own: a rank's part of a weight has only a part of the gradient.
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something is called with its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def hooked_weights(model: nn.Module, style_of: Mapping[nn.Module, Style]) -> Iterator[str]:
+    """An error for every weight with a hook that would be split: the hook is written for the whole one."""
+    for name, module in model.named_modules():
+        for cut in cuts(module, style_of[module]) if module in style_of else ():
+            parameter = module._parameters.get(cut.name)
+            if parameter is not None and has_hooks(parameter):
+                path = f"{name}.{cut.name}".lstrip(".")
+                yield (
+                    f"{path}: has a hook on its gradient, of which each rank would have only a part; remove "
+                    f"the hook, or make the module 'replicated' (tensor_table={{'{name}': 'replicated'}})"
+                )

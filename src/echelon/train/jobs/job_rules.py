@@ -3,20 +3,25 @@
 Those of its model and data are in language_rules.py and image_rules.py.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
+from echelon.collectives import Group, RecordingGroup
+from echelon.collectives.mesh import Mesh
 from echelon.engine.audit import MODES
 from echelon.engine.auto import ranks_here
-from echelon.errors import did_you_mean
-from echelon.models import ImageConfig, ModelConfig
-from echelon.plan import Plan
+from echelon.engine.stage_split import split_stages
+from echelon.errors import UserError, did_you_mean
+from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
+from echelon.nn.dropout import key_dropout
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.plan import AUTO, Plan
 from echelon.train.jobs.memory_fit import host_memory_errors
 from echelon.train.jobs.number_rules import check_numbers
-from echelon.train.jobs.plan_fit import division_errors
-from echelon.train.jobs.plan_work import work_error
 from echelon.train.jobs.rank_fit import rank_error, ranks_on_this_host
 from echelon.train.runs.findings import Findings
 from echelon.train.runs.run_folder import place_error
@@ -216,3 +221,55 @@ def _check_data(job: "Job", findings: Findings) -> None:
             f"data.validation_fraction={fraction}: must be at least 0 and below 1",
             "data.validation_fraction",
         )
+
+
+# Plans whose steps have more work than can be scheduled.
+
+MOST_WORK = 10**6  # forwards of a pipeline's step
+
+
+def work_error(plan: Plan) -> str | None:
+    """An error if a step of the pipeline has so many forwards that its program cannot be made."""
+    if plan.pipeline == AUTO or plan.stages == 1:
+        return None
+    forwards = plan.stages * plan.chunks * plan.microbatches
+    if forwards <= MOST_WORK:
+        return None
+    return (
+        f"plan '{plan}': a step has {forwards:,} forwards (stages × chunks × microbatches), and at most "
+        f"{MOST_WORK:,} can be scheduled; use fewer microbatches"
+    )
+
+
+# Whether a plan can divide a job's model, before a rank starts: stages, heads, ties, a schedule file.
+
+
+def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
+    """Why a model of these sizes cannot be divided as `plan` says; with pipeline=auto, but for its stages."""
+    if plan.pipeline == AUTO:
+        plan = dataclasses.replace(plan, pipeline=1)
+    if plan.tensor * plan.context * plan.stages * plan.expert == 1 and not plan.schedule_is_file:
+        return []
+    model, mesh, wrapping = build_without_memory(config), _PretendedMesh.pretend(plan, 0), Wrapping()
+    key_dropout(model, wrapping)  # every job has a seed
+    by_layers = plan.sequence or plan.context > 1
+    return [
+        *_errors(lambda: LayerSharding(model, mesh, cross_entropy, None, wrapping)),
+        *_errors(lambda: split_stages(model, mesh, None, by_layers=by_layers)),
+    ]
+
+
+@final
+class _PretendedMesh(Mesh):
+    """A mesh without process groups, also for weights that stages share."""
+
+    def group_of_stages(self, stages: Collection[int]) -> Group:  # noqa: ARG002
+        return RecordingGroup("tied", ledger=self.ledger)
+
+
+def _errors(divide: Callable[[], object]) -> list[str]:
+    try:
+        divide()
+    except UserError as refusal:
+        return list(refusal.errors or (refusal.title,))
+    return []

@@ -8,9 +8,11 @@ Who calls it, and how requests come from other ranks, is in port.py and connecti
     synchronize  waits until every worker is here; then all copy the same weights out
 """
 
+import ctypes
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -22,8 +24,6 @@ from echelon.launching import PeerLost
 from echelon.parallel.data.buckets import Bucket
 from echelon.parallel.data.gradients import clip_factor, squared_norm
 from echelon.state.ownership import LocalParameter
-from echelon.update.async_training.clocks import Clocks
-from echelon.update.async_training.device_queue import DeviceQueue
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision import Stepper
 from echelon.update.update import Push
@@ -269,3 +269,102 @@ def _sum(gradients: list[Gradient]) -> Gradient:
             total.buffer.add_(part.buffer, alpha=other.factor / first.factor)
         first.used |= other.used
     return first
+
+
+# The server's own queue of device work.
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+
+
+@final
+class DeviceQueue:
+    """A stream of its own on a GPU; on the CPU work is done when the call returns, and there is no queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _new_stream(device) if device.type == "cuda" else None
+        with self.behind_caller():
+            pass  # what the caller has queued so far may be what this queue will work on
+
+    @contextmanager
+    def behind_caller(self) -> Iterator[None]:
+        """What is queued inside runs after the caller's work so far, and before the caller's later work."""
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
+    def alone(self) -> AbstractContextManager[object]:
+        """What is queued inside waits for nothing that the caller's stream holds."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has. torch hands out the same 32 again and again, to NCCL too."""
+    if torch.version.hip is not None:
+        return torch.cuda.Stream(device, priority=-1)  # those of NCCL have priority 0
+    pointer = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # starts CUDA in this thread
+        code = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(pointer), _NON_BLOCKING)
+    if code != 0 or pointer.value is None:
+        raise RuntimeError(f"CUDA made no stream on {device}: cuStreamCreate returned {code}")
+    return torch.cuda.ExternalStream(pointer.value, device)
+
+
+# Who may go on: how many steps each worker has made, and how far apart they may be. Holds no lock.
+
+
+@final
+class Clocks:
+    """The steps that workers have completed. None may start more than `staleness` ahead of the slowest.
+
+    A worker that rests (it waits for all others to rest too) or is gone holds nobody up.
+    """
+
+    def __init__(self, workers: int, staleness: float) -> None:
+        self._staleness = staleness
+        self._completed = [0] * workers
+        self._resting: set[int] = set()
+        self._gone: set[int] = set()
+
+    def may_start(self, worker: int, step: int) -> bool:
+        others = [self._completed[other] for other in self._stepping() if other != worker]
+        return step - min(others, default=step) <= self._staleness
+
+    def complete(self, worker: int, step: int) -> None:
+        self._completed[worker] = step + 1
+
+    def restore(self, completed: Sequence[int]) -> None:
+        """Every worker has completed so many steps."""
+        self._completed = list(completed)
+
+    def awaited(self, step: int) -> set[int]:
+        """The workers whose push of `step` is still to come: those further on have made theirs."""
+        return {worker for worker in self._stepping() if self._completed[worker] <= step}
+
+    def rest(self, worker: int) -> None:
+        self._resting.add(worker)
+
+    def leave(self, worker: int) -> None:
+        self._gone.add(worker)
+        self._resting.discard(worker)
+
+    @property
+    def all_rest(self) -> bool:
+        return not self._stepping()
+
+    def wake(self) -> set[int]:
+        """All who rest go on; returns who they were."""
+        woken, self._resting = self._resting, set()
+        return woken
+
+    @property
+    def all_gone(self) -> bool:
+        return len(self._gone) == len(self._completed)
+
+    def _stepping(self) -> set[int]:
+        return set(range(len(self._completed))) - self._resting - self._gone

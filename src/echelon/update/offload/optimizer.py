@@ -24,7 +24,6 @@ from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.errors import UserError
 from echelon.state.checkpoint import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter
-from echelon.update.offload.host_numbers import HostNumbers
 from echelon.update.offload.host_optimizer import DirectCall, HostCall, runs_beside
 from echelon.update.offload.host_ring import HostRing
 from echelon.update.offload.host_twins import HostTwins, Twin
@@ -37,6 +36,38 @@ from echelon.update.precision.flat_memory import dense_strides
 from echelon.update.precision.optimizer_call import Factor, Skip, may_fuse
 from echelon.update.precision.saved_state import load_state
 from echelon.update.precision.stepper import LocalStepper, by_parameter, state_tensors
+
+# The factor of an update's gradients, and whether the update is skipped, read by the thread that updates.
+
+
+@final
+class HostNumbers:
+    """Factor and skip flag of one update."""
+
+    def __init__(self, factor: Factor, skip: Skip) -> None:
+        self._copied: torch.cuda.Event | None = None
+        on_device = next((each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda), None)
+        if on_device is None:
+            self._values = torch.tensor([float(factor), float(skip)], dtype=torch.float64)
+            return
+        rows = [
+            each.detach().double().reshape(())
+            if isinstance(each, Tensor)
+            else on_device.new_full((), each, dtype=torch.float64)
+            for each in (factor, skip)
+        ]
+        self._values = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        self._values.copy_(torch.stack(rows), non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def read(self) -> tuple[float, bool]:
+        """Waits for the device. Any thread may call this."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        factor, skip = self._values.tolist()
+        return factor, bool(skip)
+
 
 _IN_FLIGHT = 2  # units whose gradients are on their way down
 

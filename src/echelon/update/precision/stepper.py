@@ -7,7 +7,7 @@ masters; after each update the weights are rounded from them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.state.checkpoint import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice
+from echelon.update.optim.first_state import begin_like
 from echelon.update.optim.local import Make, make_local
 from echelon.update.optim.needs import need_of, works_by_element
+from echelon.update.optim.sum_optimizer import SumOptimizer
 from echelon.update.precision.flat_memory import dense_strides, flat_views
 from echelon.update.precision.float32_gradients import as_float32, divide
 from echelon.update.precision.fused_adam import FusedAdam
-from echelon.update.precision.gradient_check import check_gradient
 from echelon.update.precision.optimizer_call import (
     DeviceCall,
     Factor,
@@ -330,3 +331,46 @@ def by_parameter(
     for each, replacement in zip(local, updated, strict=True):
         result.setdefault(each.parameter, []).append(replacement.tensor)
     return result
+
+
+# Whether an optimizer takes a gradient, found out without an update.
+
+
+def check_gradient(optimizer: torch.optim.Optimizer, name: str, updated: nn.Parameter, grad: Tensor) -> None:
+    """Raise if the optimizer cannot take `grad` for `updated`, which is (of) the parameter `name`."""
+    inside: list[torch.optim.Optimizer] = getattr(optimizer, "optimizers", [optimizer])
+    for each in inside:
+        for group in each.param_groups:
+            if any(parameter is updated for parameter in group["params"]):
+                _check(each, group, name, updated, grad)
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], name: str, updated: nn.Parameter, grad: Tensor
+) -> None:
+    if isinstance(optimizer, SumOptimizer):
+        optimizer.check(updated, grad)
+    elif grad.is_sparse:  # all take dense ones
+        try:
+            _try_on_copy(optimizer, group, updated, grad)
+        except RuntimeError as error:
+            raise UserError(
+                f"optimizer {type(optimizer).__name__}: {name} has a sparse gradient, which it does not take "
+                f"({error}); set sparse=False in the embedding, or use torch.optim.SGD"
+            ) from error
+
+
+def _try_on_copy(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], updated: nn.Parameter, grad: Tensor
+) -> None:
+    """Let the optimizer update a copy, and forget it."""
+    copy = nn.Parameter(updated.detach().clone())
+    copy.grad = grad.to(copy.dtype, copy=True)
+    groups, state = optimizer.param_groups, optimizer.state
+    # What a fused kernel does not take is not left to it.
+    optimizer.param_groups = [group | {"params": [copy]} | ({"fused": None} if "fused" in group else {})]
+    optimizer.state = begin_like(state, copy, updated)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.engine.step.runtime.second_order import explain_second_order
+from echelon.engine.step.runtime.interpreter import explain_second_order
 from echelon.engine.step.runtime.tensor_hooks import have_hooks, watch_hooks
 from echelon.errors import UserError
 

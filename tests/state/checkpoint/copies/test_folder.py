@@ -22,8 +22,8 @@ from echelon.state.checkpoint.copies.folder import (
     write_small,
 )
 from echelon.state.checkpoint.copies.hosts import Sending, receivers, sendings, whole_generations
+from echelon.state.checkpoint.copies.keeper import num_files, refuse_small_disk
 from echelon.state.checkpoint.copies.mapped_file import MappedFile
-from echelon.state.checkpoint.copies.room import num_files, refuse_small_disk
 
 
 def test_only_this_user_can_read_it(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from echelon.engine.step.runtime.mailbox import Mailbox
 from echelon.engine.step.runtime.message import TALLY, Gradients
 from echelon.engine.step.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
-from echelon.engine.step.runtime.second_order import explain_second_order
 from echelon.engine.step.runtime.span_timer import SpanTimer, clock_of
 from echelon.engine.step.runtime.split_backward import SplitBackward
 from echelon.engine.step.runtime.structure import Leaf
 from echelon.engine.step.runtime.tensor_hooks import watch_hooks
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
+from echelon.errors import UserError
 from echelon.launching import at_instruction
 from echelon.nn.autograd.graph_entry import enter
 from echelon.parallel.stage import Stage
@@ -315,3 +315,25 @@ class Interpreter:
     def _is_here(self, stage: int, instruction: Instruction) -> bool:
         """Whether this rank also does `stage` for the microbatch of an instruction."""
         return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank
+
+
+# Gradients of gradients: what cannot be differentiated twice is said in a sentence.
+
+_TORCH_SAYS = "differentiate twice"
+
+
+@contextmanager
+def explain_second_order() -> Iterator[None]:
+    """Around forward and backward passes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _TORCH_SAYS not in str(error):
+            raise
+        raise UserError(
+            "the model or loss differentiates a gradient (torch.autograd.grad with create_graph=True), and "
+            "its way leads through an operation that can be differentiated once: ring attention "
+            "(attention=all-to-all can be differentiated twice), echelon's own cross entropy, or a function "
+            "of the model that is marked once_differentiable; keep it out of that gradient, or use a plan "
+            "without context and tensor"
+        ) from error

@@ -9,9 +9,11 @@ find    ranks list what their hosts have, and agree on the newest generation of 
 
 import json
 import math
+import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -24,11 +26,13 @@ from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.launching.group import agree_on_every_rank, check_on_every_rank
 from echelon.launching.messages.byte_collectives import all_gather_bytes
+from echelon.quantities import show_bytes
 from echelon.state.assembly import RankSlice, exchange_slices
 from echelon.state.checkpoint.assignment import signature
 from echelon.state.checkpoint.copies import exchange, rank_file
 from echelon.state.checkpoint.copies.exchange import RankCopy
 from echelon.state.checkpoint.copies.folder import (
+    VARIABLE,
     Entry,
     MemoryFolder,
     file_name,
@@ -39,7 +43,6 @@ from echelon.state.checkpoint.copies.folder import (
 )
 from echelon.state.checkpoint.copies.hosts import Found, Sending, receivers, sendings, whole_generations
 from echelon.state.checkpoint.copies.mapped_file import MappedFile
-from echelon.state.checkpoint.copies.room import num_files, refuse_small_disk
 from echelon.state.checkpoint.file_image import FileLayout
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.manifest_text import OtherVersionError
@@ -327,3 +330,37 @@ class _Attempt:
         self.saved: SavedState | None = None
         self.sent: dict[int, RankCopy] = {}
         self.errors: list[list[str]] = []
+
+
+# Whether a RAM disk holds two snapshots of all ranks of its host, and of those whose copies it keeps.
+
+_GENERATIONS = 2
+
+
+def num_files(host: str, hosts: Sequence[str], keepers: Sequence[int | None]) -> int:
+    """How many ranks have their state in the folder of a host: its own, and those whose copies it keeps."""
+    copies = [keeper for keeper in keepers if keeper is not None and hosts[keeper] == host]
+    return list(hosts).count(host) + len(copies)
+
+
+def refuse_small_disk(folder: MemoryFolder, rank_bytes: float, files: int) -> None:
+    """Raise if `files` states of at least `rank_bytes` do not fit twice; what is there already is reused."""
+    needed = _GENERATIONS * files * rank_bytes
+    system = os.statvfs(folder.path)
+    free = system.f_bavail * system.f_frsize + _used(folder.path)
+    if needed > free:
+        raise UserError(
+            f"keep='memory': {files} states of {show_bytes(rank_bytes)} are kept twice, which takes "
+            f"{show_bytes(needed)}, and {folder.path.parent} has {show_bytes(free)} free; make that RAM disk "
+            f"larger (mount -o remount,size=…), remove folders echelon-memory-* there of runs that nobody "
+            f"will resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 for "
+            "checkpoints on disk"
+        )
+
+
+def _used(folder: Path) -> int:
+    used = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            used += path.lstat().st_size
+    return used
