@@ -268,7 +268,7 @@ class Drawing:
 
 
 class Layer(NamedTuple):
-    """One row of the picture: packages that may import those of lower rows, and never each other."""
+    """One row of the picture: rooms that may import those of lower rows, and never each other."""
 
     packages: tuple[str, ...]
     planned: tuple[str, ...]
@@ -293,8 +293,9 @@ BESIDE = Layer(("models", "data"), (), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 993, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
+    foot = top + len(LAYERS) * row + 12
+    picture = Drawing(900, foot + 20, "The rooms of echelon. Imports point downward only.")
     for index, layer in enumerate(LAYERS):
         y = top + index * row
         names = [*layer.packages, *layer.planned]
@@ -318,10 +319,9 @@ def draw_layers() -> str:
     for index, name in enumerate([*BESIDE.packages, *BESIDE.planned]):
         planned = name in BESIDE.planned
         picture.box(side, top + 4 + index * row, 104, 34, GREEN, name, dashed=planned)
-    foot = top + len(LAYERS) * row + 12
     picture.box(left, foot - 11, 22, 14, BLUE, dashed=True)
     picture.words(left + 30, foot, "planned", 12, colour=QUIET)
-    note = "A package on the right is used by train and above, never by a strategy."
+    note = "A room on the right is used by train and above, never by a strategy."
     picture.words(left + 110, foot, note, 12, colour=QUIET)
     return picture.svg()
 

@@ -1,4 +1,4 @@
-"""The runtime: stages, the interpreter that runs a program over them, and the update at the end of a step.
+"""The runtime: the interpreter that runs a program over stages, messages between them, versions of weights.
 
 It runs every plan; a model in one stage is the smallest pipeline.
 """
