@@ -193,6 +193,7 @@ def test_models_that_cannot_be_saved(config, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow_cases("gpt-xl", "llama3-8b")
 @pytest.mark.parametrize(
     "name",
     [

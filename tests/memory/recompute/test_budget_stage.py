@@ -92,6 +92,7 @@ def test_a_budget_is_kept_and_weights_are_the_same_to_the_last_bit(part: float, 
     assert num_recomputed(segments) < len(FACTORS)
 
 
+@pytest.mark.slow_cases("sqrt")
 @pytest.mark.parametrize("recompute", ["full", "sqrt"])
 def test_no_more_is_recomputed_than_by_a_split_that_fits(recompute: str) -> None:
     uniform = train(f"recompute={recompute}", [4] * 16)
@@ -154,6 +155,7 @@ class Around(nn.Module):
         return self.head(x).tanh().exp().cos().sum(-1)
 
 
+@pytest.mark.slow_cases("microbatches=2 contiguous=true")
 @pytest.mark.parametrize("more", ["", "microbatches=2 contiguous=true"])
 def test_what_is_saved_around_layers_is_counted(more: str) -> None:
     """It was not, so that twice the budget was taken without an error."""

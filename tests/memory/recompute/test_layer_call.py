@@ -59,6 +59,7 @@ class OwnGenerator(Noise):
         return torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
+@pytest.mark.slow_cases("by_python", "dropout")
 @pytest.mark.parametrize("draw", [torch.rand_like, by_python, by_numpy, F.dropout])
 def test_random_numbers_are_replayed(draw: Callable[[Tensor], Tensor]) -> None:
     def make() -> nn.Sequential:

@@ -126,6 +126,7 @@ def test_queries_are_copied_once_and_not_for_every_block(monkeypatch: pytest.Mon
         assert all(query.is_contiguous() for query in queries)
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages_larger_than_any_buffer_do_not_block_the_ring(warm_ranks: Warm, ranks: int) -> None:
     case = Case(ranks, heads=2, kv_heads=2, chunk=300, width=256)  # 2.4 MB per message
@@ -141,6 +142,7 @@ def over_gloo(case: Case) -> list[Tensor]:
     return [out.detach(), *(_grad(x) for x in inputs)]
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_group_will_do(warm_ranks: Warm, ranks: int) -> None:
     case = Case(ranks, chunk=300, width=64)

@@ -160,6 +160,7 @@ def adversarial_losses(plan: str | None) -> tuple[list[float], list[str]]:
         return losses, [str(result) for result in first.audit]
 
 
+@pytest.mark.slow_cases("data=2 zero=2")
 @pytest.mark.parametrize("plan", ["data=2", "data=2 zero=2", "data=2 zero=3"])
 def test_a_loss_may_go_through_the_model_of_another_engine(warm_ranks: Warm, plan: str) -> None:
     """With zero=3 one rank has no weights of it to compare with: that was waited for without an end."""

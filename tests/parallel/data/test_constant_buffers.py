@@ -56,6 +56,7 @@ def test_a_tensor_larger_than_the_buffer_is_broadcast_in_pieces(monkeypatch: pyt
         assert [move.traffic.sent for move in group.ledger.moves] == [4096] * 8
 
 
+@pytest.mark.slow_cases("1000")
 @sizes
 def test_whole_gradients_that_are_on_their_way(millions: int) -> None:
     """Units of 1 million parameters: one is produced while another is summed."""
