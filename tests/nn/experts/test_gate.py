@@ -1,11 +1,16 @@
-"""Gates that cannot be, and inputs that they cannot route: one clear error."""
+"""The options that gates refuse, the inputs that they cannot route, and what they are by default."""
 
+import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import echelon
+from echelon.engine.step.balance import load_of
 from echelon.errors import UserError
 from echelon.models import cross_entropy
 from echelon.nn.dropout import counted_samples, scope
@@ -21,6 +26,10 @@ from echelon.nn.experts import (
     SoftmaxGate,
     SwitchGate,
 )
+from echelon.nn.experts import gate as gate_module
+from echelon.nn.experts.gate import WHOLE, Positions, as_samples, router_dtype
+from echelon.nn.experts.rows import kernels_for
+from tests.nn.experts.all_gates import GATES
 from tests.nn.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
 from tests.nn.experts.statistics import statistics_of
 
@@ -170,3 +179,170 @@ def test_an_engine_knows_the_samples_of_a_microbatch() -> None:
         with pytest.raises(UserError, match=r"noise of blocks.0.mlp.inner.gate .* which this pass has 2"):
             engine.step((tokens, tokens))
         assert torch.equal(model.blocks[0].mlp.inner.experts.down_proj, before)
+
+
+def test_positions_of_whole_samples() -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    assert (WHOLE.numbers(3), WHOLE.is_true(3), WHOLE.whole_length(3)) == (None, None, 3)
+    assert WHOLE.gather(x) is x
+    assert WHOLE.here(x, 3) is x
+
+    class Last(Positions):
+        def numbers(self, length: int) -> Tensor:
+            return torch.arange(3)[-length:]
+
+    assert torch.equal(Last().here(x, 2), x[:, 1:])
+    assert as_samples(torch.ones(2, 4)).shape == (2, 1, 4)
+    assert as_samples(x) is not None
+    assert as_samples(x).shape == (2, 3, 4)
+    assert as_samples(torch.ones(2, 5, 6, 4)).shape == (2, 30, 4)
+    with pytest.raises(UserError, match=r"cannot tell samples in an input \[4\]"):
+        as_samples(torch.ones(4))
+    types = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    assert [router_dtype(torch.ones(1, dtype=dtype)) for dtype in types] == [*[torch.float32] * 3, types[3]]
+    assert kernels_for(torch.ones(2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("errors", "right", "wrong"),
+    [
+        ("gate_errors", [(1, 1, None), (4, 4, 0.1), (4, 1, 1.25)], [(4, 5, None), (4, 0, None), (4, 2, 0.0)]),
+        (
+            "gate_errors",
+            [],
+            [(0, 1, None), (True, 1, None), (4, 2, math.inf), (4, 2, math.nan), (4, 2.0, 1.0)],
+        ),
+        (
+            "group_errors",
+            [(8, 4, 1, 2), (8, 4, 4, 8), (8, 1, 1, 8)],
+            [(8, 3, 1, 1), (8, 0, 1, 1), (8, 4, 0, 1)],
+        ),
+        ("group_errors", [], [(8, 4, 5, 1), (8, 4, 1, 3)]),
+        ("normalize_errors", [(1, False), (2, True)], [(1, True)]),
+    ],
+)
+def test_the_limits_of_what_a_gate_is_made_with(errors: str, right: list[Any], wrong: list[Any]) -> None:
+    found = getattr(gate_module, errors)
+    assert [list(found(*given)) for given in right] == [[] for _ in right]
+    assert [len(list(found(*given))) for given in wrong] == [1 for _ in wrong]
+
+
+def test_numbers_and_weights_of_losses() -> None:
+    assert list(gate_module.size_errors(a=1, b=10)) == []
+    assert [e.partition("=")[0] for e in gate_module.size_errors(a=0, b=1.0, c=True)] == ["a", "b", "c"]  # type: ignore[arg-type]
+    assert list(gate_module.weight_errors(a=0.0, b=2.5)) == []
+    wrong = {"a": -0.1, "b": math.inf, "c": math.nan}
+    assert [e.partition("=")[0] for e in gate_module.weight_errors(**wrong)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "options"),
+    [
+        (SoftmaxGate(8, 4, 2), {"normalize": True, "balance": 0, "z_loss": 0, "capacity": None, "top_k": 2}),
+        (SwitchGate(8, 4), {"normalize": False, "balance": 0.01, "z_loss": 0, "capacity": None, "top_k": 1}),
+        (GShardGate(8, 4), {"balance": 0.01, "z_loss": 0, "capacity": None, "top_k": 2}),
+        (
+            SigmoidGate(8, 4, 2),
+            {"groups": 1, "top_groups": 1, "normalize": True, "scale": 1, "bias_rate": 0.001},
+        ),
+        (NoisyTopKGate(8, 4, 2), {"importance": 0.1, "load": 0.1, "z_loss": 0, "capacity": None}),
+        (
+            HierarchicalGate(8, 3, 2),
+            {"top_groups": 2, "top_experts": 2, "importance": 0.1, "load": 0.1, "num_experts": 6, "top_k": 4},
+        ),
+        (ExpertChoiceGate(8, 4), {"chosen_per_token": 2, "z_loss": 0, "capacity": None, "top_k": 4}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_told(gate: Gate, options: dict[str, Any]) -> None:
+    assert {name: getattr(gate, name) for name in options} == options
+    assert (gate.pending, gate.seen, gate.ran_in_backward, gate.skips_padding) == ([], None, False, True)
+
+
+def test_no_gate_draws_at_random_unless_it_is_told() -> None:
+    assert SwitchGate(8, 4).noise is SoftmaxGate(8, 4, 2).noise is SigmoidGate(8, 4, 2).noise is None
+    gates: list[Gate] = [SwitchGate(8, 4, jitter=0.1), GShardGate(8, 4), NoisyTopKGate(8, 4, 2)]
+    assert all(gate.noise is not None for gate in gates)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "balance"),
+    [
+        (lambda **given: SoftmaxGate(8, 4, 2, **given), ("balance", "z_loss"), False),
+        (lambda **given: GShardGate(8, 4, **{"balance": 0.0, **given}), ("balance", "z_loss"), False),
+        (
+            lambda **given: NoisyTopKGate(8, 4, 2, **{"importance": 0.0, "load": 0.0, **given}),
+            ("importance", "load", "z_loss"),
+            False,
+        ),
+        (
+            lambda **given: HierarchicalGate(8, 2, 2, **{"importance": 0.0, "load": 0.0, **given}),
+            ("importance", "load"),
+            False,
+        ),
+        (lambda **given: ExpertChoiceGate(8, 4, **given), ("z_loss",), False),
+        (lambda **given: SigmoidGate(8, 4, 2, **given), (), True),
+    ],
+)
+def test_any_weight_above_0_makes_a_loss(
+    make: Callable[..., Gate], names: tuple[str, ...], balance: bool
+) -> None:
+    assert (make().has_loss, make().balances_itself) == (False, balance)
+    for name in names:
+        assert make(**{name: 0.5}).has_loss, name
+
+
+def test_weights_start_small() -> None:
+    torch.manual_seed(0)
+    for gate in (
+        SoftmaxGate(256, 64, 2),
+        SigmoidGate(256, 64, 2),
+        ExpertChoiceGate(256, 64),
+        GShardGate(256, 64),
+    ):
+        assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        gate.weight.data.zero_()
+        gate.reset_parameters()
+        assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not SigmoidGate(8, 4, 2).e_score_correction_bias.any()
+    for gate in (NoisyTopKGate(8, 4, 2), HierarchicalGate(8, 2, 2)):
+        assert not any(parameter.any() for parameter in gate.parameters())
+    experts = Experts(8, 64, 32)
+    assert [p.std().item() for p in experts.parameters()] == [pytest.approx(0.02, rel=0.05)] * 2
+    large = Experts(8, 64, 32, std=0.5)
+    assert large.down_proj.std().item() == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_gate_of_one_s_own_says_how_it_routes() -> None:
+    class Own(Gate):
+        def forward(self, x: Tensor) -> Any:
+            return x
+
+    class Silent(Gate):
+        """Routes nothing."""
+
+    assert not Own(4, 1).skips_padding
+    with pytest.raises(NotImplementedError):
+        Silent(4, 1)(torch.ones(2, 3, 8))
+
+
+def test_a_copy_has_no_part_in_passes_of_the_original() -> None:
+    gate = SigmoidGate(8, 4, 2)
+    gate.pending, gate.seen, gate.ran_in_backward = [torch.ones(1)], torch.ones(1), True
+    other = copy.deepcopy(gate)
+    assert (other.pending, other.seen, other.ran_in_backward) == ([], None, False)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_entropy_is_a_mean_over_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    gate = GATES[name]().double()
+    for parameter in gate.parameters():
+        torch.nn.init.normal_(parameter)
+    seen: list[Tensor] = []
+    entr = torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", lambda p: seen.append(entr(p)) or seen[-1])
+    statistics = statistics_of(gate, torch.randn(3, 5, WIDTH, dtype=torch.float64))
+    (entropies,) = seen
+    assert float(gate.num_tokens(statistics)) == pytest.approx(15)
+    assert load_of(gate, statistics).entropy == pytest.approx(float(entropies.sum(-1).mean()))

@@ -6,12 +6,16 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.experts.gates.choice import Choice, finish, largest
-from echelon.nn.experts.gates.gate import Gate
-from echelon.nn.experts.gates.gate_checks import group_errors, normalize_errors, size_errors, weight_errors
-from echelon.nn.experts.gates.router import router_logits
-from echelon.nn.experts.gates.routing import Routing
-from echelon.nn.experts.positions import as_samples
+from echelon.nn.experts.gate import (
+    Gate,
+    Routing,
+    as_samples,
+    group_errors,
+    normalize_errors,
+    size_errors,
+    weight_errors,
+)
+from echelon.nn.experts.routing import Choice, finish, largest, router_logits
 
 
 @final

@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.nn.experts import Experts
-from echelon.nn.experts.compute import Activation, grouped_experts, routed_experts
+from echelon.nn.experts.compute import (
+    Activation,
+    activate,
+    activation_gradients,
+    grouped_experts,
+    routed_experts,
+)
 
 WIDTH, HIDDEN, EXPERTS = 6, 5, 4
 
@@ -124,3 +130,32 @@ def test_sorted_rows_are_computed_by_their_experts(counts: list[int], weighted: 
 def test_gradients_by_finite_differences() -> None:
     arguments = [*draw(ROUTINGS["dropped"], "swiglu"), "swiglu"]
     assert torch.autograd.gradcheck(routed_experts, arguments, fast_mode=True)
+
+
+@pytest.mark.parametrize("function", ["swiglu", "gelu", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_activations_have_the_gradients_of_autograd(function: Any, weighted: bool) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(5, dtype=torch.float64, requires_grad=True) if weighted else None
+    if function == "swiglu":
+        hidden = nn.functional.silu(rows[:, :3]) * rows[:, 3:]
+    else:
+        hidden = nn.functional.gelu(rows) if function == "gelu" else rows * 1
+    hidden = hidden if weights is None else hidden * weights[:, None]
+    gradient = torch.randn_like(hidden)
+    leaves = [rows] if weights is None else [rows, weights]
+    expected = torch.autograd.grad(hidden, leaves, gradient)
+    plain = [None if each is None else each.detach() for each in (rows, weights)]
+    before = rows.detach().clone()
+    assert torch.allclose(activate(plain[0], plain[1], function), hidden, atol=1e-14)  # type: ignore[arg-type]
+    for with_hidden in (False, True):
+        found = activation_gradients(gradient, plain[0], plain[1], function, with_hidden=with_hidden)  # type: ignore[arg-type]
+        assert torch.allclose(found.rows, expected[0], atol=1e-14)
+        assert (found.weights is None) is not weighted
+        if found.weights is not None:
+            assert torch.allclose(found.weights, expected[1], atol=1e-14)
+        assert (found.hidden is None) is not with_hidden
+        if found.hidden is not None:
+            assert torch.allclose(found.hidden, hidden, atol=1e-14)
+    assert torch.equal(rows, before), "the rows are needed again"

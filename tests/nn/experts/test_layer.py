@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate
-from echelon.nn.experts.overlap import beside, run_beside
+from echelon.nn.experts import (
+    Experts,
+    MixtureOfExperts,
+    SoftmaxGate,
+)
+from echelon.nn.experts.layer import beside, run_beside
 from echelon.nn.wrapping import Wrapper, Wrapping
 
 
@@ -79,3 +83,22 @@ def test_experts_inside_of_the_shared_expert_do_not_run_it_again() -> None:
         run_beside()
     assert work.result() is work.result()
     assert ran == [1]
+
+
+def test_work_beside_ends_with_its_layer() -> None:
+    runs: list[str] = []
+
+    def compute() -> Tensor:
+        runs.append("outer")
+        run_beside()  # inside of it nothing is offered
+        return torch.ones(1)
+
+    with beside(compute) as work:
+        run_beside()
+        run_beside()
+        with beside(lambda: torch.zeros(1)) as other:
+            run_beside()
+        assert other.result() == 0
+        run_beside()
+    run_beside()
+    assert (work.result().item(), runs) == (1.0, ["outer"])
