@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
     from echelon.nn import experts, sequence
+    from echelon.nn.batch import Inputs
     from echelon.nn.initialization import deferred
-    from echelon.nn.inputs import Inputs
     from echelon.plan import Plan
     from echelon.update import optim
 

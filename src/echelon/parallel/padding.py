@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import UserError
-from echelon.nn.inputs import tensors_of
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.batch import tensors_of
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.parallel.context import count_before
 from echelon.plan import Plan
 

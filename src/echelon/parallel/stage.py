@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.inputs import call_stage
+from echelon.nn.batch import call_stage
 from echelon.parallel.data import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
 from echelon.parallel.power_iteration import iterated_modules, no_iteration
 from echelon.program import Program

@@ -13,7 +13,7 @@ import echelon
 from echelon.engine.step.balance import load_of
 from echelon.errors import UserError
 from echelon.models import cross_entropy
-from echelon.nn.dropout import counted_samples, scope
+from echelon.nn.dropout.training_position import counted_samples, scope
 from echelon.nn.experts import (
     ExpertChoiceGate,
     Experts,

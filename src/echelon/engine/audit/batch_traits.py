@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.nn.batch import num_samples
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import num_samples, tensors_of
 
 _CLASSES = 40
 _FLAGS = 0b111111 << _CLASSES

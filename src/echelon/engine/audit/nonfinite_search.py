@@ -25,8 +25,7 @@ from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.nonfinite_report import Finding, Report, explain
 from echelon.engine.step.flushed_runner import FlushedRunner
 from echelon.engine.step.untouched import untouched
-from echelon.nn.batch import Batch
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import Batch, tensors_of
 from echelon.parallel.stage import LocalStages
 from echelon.program import Instruction, Op
 from echelon.update.nonfinite import NonfiniteError

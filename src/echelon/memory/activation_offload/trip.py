@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from echelon.memory.activation_offload.order import StepOrder
 from echelon.memory.activation_offload.parcel import Mark, Parcel, View
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, current_observer
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 if TYPE_CHECKING:
     from echelon.memory.activation_offload.carrier import Carrier

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from echelon.nn.autograd.tracing import untraced
 from echelon.nn.experts.rows import (
     Slots,
     ends_of,
@@ -33,6 +32,7 @@ from echelon.nn.experts.rows import (
     sort_weights,
     sum_slots,
 )
+from echelon.nn.tracing import untraced
 
 Function = Literal["swiglu", "gelu", "none"]
 Activation = Function | Callable[[Tensor], Tensor]

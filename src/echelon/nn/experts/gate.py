@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
-from echelon.nn.autograd.tracing import untraced
-from echelon.nn.dropout import KeyedNoise
+from echelon.nn.dropout.noise import KeyedNoise
+from echelon.nn.tracing import untraced
 
 
 class Routing(NamedTuple):

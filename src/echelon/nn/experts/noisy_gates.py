@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.nn.dropout import KeyedNoise
+from echelon.nn.dropout.noise import KeyedNoise
 from echelon.nn.experts.gate import Gate, Routing, as_samples, router_dtype, size_errors, weight_errors
 from echelon.nn.experts.routing import Choice, cv_squared, finish, largest, router_logits, z_row
 
@@ -42,7 +42,8 @@ def _load(clean: Tensor, noisy: Tensor, deviation: Tensor, order: Tensor, chosen
     last, next_one = noisy.gather(-1, order[..., -2:]).split(1, -1)  # the k-th and the (k+1)-th largest
     kth_excluding = torch.where(chosen > 0, next_one, last)
     distance = (clean - kth_excluding) / deviation.clamp_min(_SMALLEST_DEVIATION)
-    return torch.special.ndtr(distance)
+    load: Tensor = torch.special.ndtr(distance)
+    return load
 
 
 class NoisyRouter(Gate):

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from echelon.errors import UserError
 from echelon.nn.autograd.second_run import once
-from echelon.nn.dropout import check_samples
+from echelon.nn.dropout.training_position import check_samples
 from echelon.nn.experts.gate import Gate, Routing, router_dtype
 from echelon.nn.experts.recording import record
 
@@ -79,9 +79,7 @@ def capacity_of(factor: float, positions: int, top_k: int, num_experts: int) -> 
 def over_capacity(indices: Tensor, capacity: int) -> Tensor:
     """Mark the slots [samples, positions, choices] that come too late for their expert."""
     samples, length, top_k = indices.shape
-    by_choice = indices.transpose(1, 2).flatten(
-        1
-    )  # [samples, slots]: all first choices, then all second ones
+    by_choice = indices.transpose(1, 2).flatten(1)  # [samples, slots]: first choices, then second ones
     experts, order = by_choice.sort(stable=True)
     # Slots of one expert are neighbours now, in order: how many of them come before?
     slots = torch.arange(experts.shape[1], device=indices.device).expand_as(experts)

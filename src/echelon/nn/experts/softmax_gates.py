@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.autograd.second_run import once
-from echelon.nn.dropout import KeyedNoise, check_samples
+from echelon.nn.dropout.noise import KeyedNoise
+from echelon.nn.dropout.training_position import check_samples
 from echelon.nn.experts.gate import (
     Gate,
     Routing,

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.context import tiles
 from echelon.parallel.context.flash import find_kernel
 from echelon.parallel.context.inputs import check_inputs

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.nn.huggingface import embedding_scale, is_transposed
+from echelon.nn.huggingface.modules import embedding_scale, is_transposed
 from echelon.nn.wrapping import Wrapper, find_wrapper
 from echelon.parallel.tensor.columns import Matrix, can_share
 from echelon.parallel.tensor.moves import gathered

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.huggingface import rms_epsilon
+from echelon.nn.huggingface.modules import rms_epsilon
 from echelon.parallel.tensor.modules import SplitModule
 from echelon.parallel.tensor.regions import Region
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.tensor import in_graph
 from echelon.parallel.tensor.columns import SharedInput
 from echelon.parallel.tensor.entries import Entries, LastEntry

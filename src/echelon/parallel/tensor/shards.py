@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from echelon.nn.huggingface import is_transposed
+from echelon.nn.huggingface.modules import is_transposed
 from echelon.parallel.tensor.styles import Style
 
 

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import nn
 
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import ParameterSet
 from echelon.parallel.data.zero.freed import FreedParameter, mark_whole, register_owner

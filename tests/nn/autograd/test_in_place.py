@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.nn.autograd.products import product
+from echelon.nn.autograd.in_place import product
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 1, 3, 4), (0, 3, 4)])

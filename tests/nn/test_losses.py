@@ -1,12 +1,12 @@
-"""The cross-entropy in chunks of tokens, against torch's of all tokens at once."""
+"""Losses as total and count; the cross-entropy in chunks of tokens, against torch's of all tokens at once."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.nn import entropy
-from echelon.nn.entropy import summed_cross_entropy
+from echelon.nn import losses
+from echelon.nn.losses import summed_cross_entropy, total_and_count
 from tests.peak_memory import PeakMemory
 
 TOKENS, VOCAB = 13, 7
@@ -21,7 +21,7 @@ def logits_and_targets(scale: float, dtype: torch.dtype = torch.float64) -> tupl
 
 
 def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entropy, "_CPU_CHUNK", tokens * VOCAB)
+    monkeypatch.setattr(losses, "_CPU_CHUNK", tokens * VOCAB)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 13])
@@ -69,7 +69,7 @@ def test_logits_of_minus_infinity_have_neither_loss_nor_gradient() -> None:
 def test_memory_is_the_gradient_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A float32 copy of the logits was kept for the backward pass, and another was its gradient."""
     tokens, vocab = 1024, 512
-    monkeypatch.setattr(entropy, "_CPU_CHUNK", 16 * vocab)
+    monkeypatch.setattr(losses, "_CPU_CHUNK", 16 * vocab)
     logits = torch.randn(tokens, vocab).bfloat16().requires_grad_()
     with PeakMemory() as memory:
         summed_cross_entropy(logits, torch.arange(tokens) % vocab).backward()
@@ -100,3 +100,9 @@ def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
     targets[4] = target
     with pytest.raises(IndexError, match="a target is not in the vocabulary of 7"):
         summed_cross_entropy(logits, targets)
+
+
+def test_a_mean_counts_samples_and_a_pair_counts_itself() -> None:
+    total, count = total_and_count(torch.tensor(2.0), 3)
+    assert (float(total), count) == (6.0, 3)
+    assert total_and_count((torch.tensor(8.0), 4), 3) == (torch.tensor(8.0), 4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 calls = 0
 

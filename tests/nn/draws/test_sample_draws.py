@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from echelon.nn.draws import SampleDraws
-from echelon.nn.dropout import current, restore, scope
+from echelon.nn.dropout.training_position import current, restore, scope
 
 
 class Noise(nn.Module):

@@ -1,4 +1,4 @@
-"""Draws ahead of compiled code: one graph, the same masks, and uses that go on."""
+"""Dropout inside of compiled code: operators with the same masks, drawn by the scope that is open outside."""
 
 import bisect
 from collections.abc import Callable
@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.dropout import (
+from echelon.nn.dropout import compiled
+from echelon.nn.dropout.modules import (
     KeyedDropout,
-    current,
     draw_ahead,
     key_dropout,
     keyed_modules,
-    scope,
     set_global_indices,
     split_features,
 )
+from echelon.nn.dropout.training_position import current, scope
+from echelon.nn.hashing import hash_of, signed
 from echelon.nn.wrapping import Wrapping, find_wrapper
+from tests.nn.dropout.masks import keep_mask
 
 
 class Layer(nn.Module):
@@ -37,7 +39,7 @@ def wrappers(model: nn.Module) -> list[KeyedDropout]:
     return [wrapper for wrapper in found if wrapper is not None]
 
 
-def compiled(model: nn.Module, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
+def compile_layer(model: nn.Module, backend: str = "aot_eager") -> Callable[[Tensor], Tensor]:
     run = torch.compile(model, backend=backend, fullgraph=True)
 
     def call(x: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ def test_compiled_code_draws_what_other_code_draws(inplace: bool) -> None:
     key_dropout(model, Wrapping())
     x = torch.randn(4, 6, 8, requires_grad=True)
     torch._dynamo.utils.counters.clear()
-    expected, results = run_steps(model, x), run_steps(compiled(model), x)
+    expected, results = run_steps(model, x), run_steps(compile_layer(model), x)
     assert all(map(torch.equal, results, expected))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch.equal(results[0], results[2])  # the second call of a step
@@ -85,7 +87,7 @@ def test_parts_of_the_whole_are_found_outside_of_the_graph() -> None:
         set_global_indices(module, indices_of)
     split_features(model.first, 1, 2)
     x = torch.randn(4, 6, 8, requires_grad=True)
-    expected, results = run_steps(model, x), run_steps(compiled(model), x)
+    expected, results = run_steps(model, x), run_steps(compile_layer(model), x)
     assert all(map(torch.equal, results, expected))
 
 
@@ -99,7 +101,7 @@ def test_parts_of_the_whole_are_found_again_in_the_backward_pass() -> None:
     x = torch.randn(4, 6, 8, requires_grad=True)
     expected = run_steps(model, x)
     with torch._functorch.config.patch(activation_memory_budget=0.0):
-        results = run_steps(compiled(model, "aot_eager_decomp_partition"), x)
+        results = run_steps(compile_layer(model, "aot_eager_decomp_partition"), x)
     assert all(map(torch.equal, results, expected))
 
 
@@ -131,3 +133,41 @@ def test_outside_every_scope_and_in_eval_mode_nothing_is_drawn() -> None:
     model.eval()
     with scope(seed=0, step=0, first_sample=0), draw_ahead(wrappers(model)):
         assert all(wrapper.ahead is None for wrapper in wrappers(model))
+
+
+SEED, STEP, LAYER, FIRST, USED = 1, 2, 3, 4, 5
+
+
+KEY = torch.tensor([signed(hash_of(SEED, STEP, LAYER)), USED])
+
+
+INDICES = torch.tensor([1, 3, 5, 7])
+
+
+@pytest.mark.parametrize("indices", [None, INDICES])
+@pytest.mark.parametrize("part", [(0, 1), (1, 2)])
+def test_masks_are_those_of_the_use(indices: torch.Tensor | None, part: tuple[int, int]) -> None:
+    """Uses go on from those that the layer has had."""
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    keep = keep_mask(SEED, STEP, LAYER, FIRST, x.shape, 0.3, "cpu", USED + 2, indices, part)
+    draw = KEY, torch.tensor(FIRST), 2, 0.3, indices, *part
+    output = compiled.keyed_dropout(x, *draw)
+    assert torch.equal(output, x * keep * (1 / (1 - 0.3)))
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(gradient, keep * (1 / (1 - 0.3)))
+    assert torch.equal(compiled.keep_mask(*draw, x.shape, x.device), keep)
+
+
+def test_they_are_what_torch_asks_of_operators() -> None:
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    draw = KEY, torch.tensor(FIRST), 0, 0.3, INDICES, 0, 1
+    torch.library.opcheck(compiled.keyed_dropout, (x, *draw))
+    torch.library.opcheck(compiled.keep_mask, (*draw, x.shape, x.device))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 3, 1)])
+def test_masks_of_an_odd_number_of_elements_are_contiguous(shape: tuple[int, ...]) -> None:
+    """The second half of the last hash lay between samples: compiled code asserts strides, and failed."""
+    draw = KEY, torch.tensor(FIRST), 0, 0.3, None, 0, 1
+    torch.library.opcheck(compiled.keep_mask, (*draw, shape, torch.device("cpu")))
+    assert compiled.keep_mask(*draw, shape, torch.device("cpu")).is_contiguous()

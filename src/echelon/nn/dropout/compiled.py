@@ -1,7 +1,8 @@
-"""Keyed dropout as operators that torch.compile records, without a break, and does not look into.
+"""Keyed dropout inside of compiled code: operators that torch.compile records without looking into them.
 
-The key of a call changes with every step, so it comes as data: a tensor in host memory, which is read when
-the operator runs.
+torch.compile records a layer once and replays it: the open scope would be recorded as a constant. So the
+scope is read before the layer is called, and the recorded code finds it in tensors: the key of a call, which
+changes with every step, is a tensor in host memory, which is read when the operator runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from echelon.nn.dropout.fused import dropped
-from echelon.nn.dropout.mask import Draw, mask_of
-from echelon.nn.hashing import hash_of
+from echelon.nn.dropout.mask import Draw, dropped, mask_of
+from echelon.nn.dropout.training_position import TrainingPosition
+from echelon.nn.hashing import hash_of, signed
 
 
 @torch.library.custom_op("echelon::keyed_dropout", mutates_args=())
@@ -27,8 +28,9 @@ def keyed_dropout(
     rank: int,
     ranks: int,
 ) -> Tensor:
-    """x · mask / (1 - p). `key`: [hash of seed, step and layer; uses before]; `use` counts on from there.
+    """Compute x · mask / (1 - p).
 
+    `key`: [hash of seed, step and layer; uses before]; `use` counts on from there.
     The last dim of `x` is part `rank` of `ranks`; `indices` are those of its dim 1.
     """
     return dropped(x, _draw(key, first_sample, use, p, indices, rank, ranks))
@@ -46,7 +48,7 @@ def keep_mask(
     shape: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """True where an element is kept; see `keyed_dropout`. Compiled code relies on contiguous memory."""
+    """Draw a mask; see `keyed_dropout`. Compiled code relies on contiguous memory."""
     return mask_of(_draw(key, first_sample, use, p, indices, rank, ranks), shape, device).contiguous()
 
 
@@ -60,7 +62,7 @@ DROPOUTS: WeakValueDictionary[int, HasIndices] = WeakValueDictionary()
 
 @torch.library.custom_op("echelon::global_indices", mutates_args=())
 def global_indices(dropout: Tensor, size: int, device: torch.device) -> Tensor:
-    """The indices in the whole dim of the `size` ones that are here, by the dropout of this number."""
+    """Return the indices in the whole dim of the `size` ones that are here, by the dropout of this number."""
     indices = DROPOUTS[int(dropout)].indices
     assert indices is not None
     return indices(size).to(device, torch.int64)
@@ -81,17 +83,8 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 @keep_mask.register_fake
-def _(
-    key: Tensor,  # noqa: ARG001
-    first_sample: Tensor,  # noqa: ARG001
-    use: int,  # noqa: ARG001
-    p: float,  # noqa: ARG001
-    indices: Tensor | None,  # noqa: ARG001
-    rank: int,  # noqa: ARG001
-    ranks: int,  # noqa: ARG001
-    shape: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+def _(*arguments: Any) -> Tensor:
+    *_, shape, device = arguments
     return torch.empty(*shape, dtype=torch.bool, device=device)
 
 
@@ -114,3 +107,15 @@ def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 keyed_dropout.register_autograd(_drop_gradient, setup_context=_keep_arguments)
+
+
+class DrawsAhead:
+    """The draws of one dropout in one call of compiled code. `num_drawn` counts them."""
+
+    def __init__(self, position: TrainingPosition, layer: int, number: int) -> None:
+        """`number`: that of the dropout in `DROPOUTS`."""
+        start, first = hash_of(position.seed, position.step, layer), position.first_sample
+        self.dropout = torch.tensor(number)
+        self.key = torch.tensor([signed(start), position.uses.get(layer, 0)])  # in host memory
+        self.first_sample = first if isinstance(first, Tensor) else torch.tensor(first)
+        self.num_drawn = 0

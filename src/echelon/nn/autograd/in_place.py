@@ -1,9 +1,10 @@
-"""Where a part of a model begins that has a backward pass of its own: its inputs as the layers see them."""
+"""Tensors that code may change in place: neither leaves nor views, which autograd makes exceptions for."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -24,6 +25,13 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(leaf: Tensor) -> Tensor:
-    """What layers see of a tensor that has come in."""
-    see: Callable[[Tensor], Tensor] = _Enter.apply
-    return see(leaf) if leaf.requires_grad else leaf
+    """Return a received tensor as layers see it, at the start of a graph with a backward pass of its own."""
+    function: Callable[[Tensor], Tensor] = _Enter.apply
+    return function(leaf) if leaf.requires_grad else leaf
+
+
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute F.linear whose result is never a view: that of a custom function is not changed in place."""
+    flat = F.linear(x.flatten(0, -2), matrix, bias)
+    shaped: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], flat.shape[-1]))
+    return shaped
