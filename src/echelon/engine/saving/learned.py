@@ -1,6 +1,6 @@
 """What an engine has learned in its first step, and computes by from then on: a restart must know it too.
 
-columns    which matrices have one input, and sum its gradient together (parallel/tensor/columns.py)
+columns    which matrices have one input, and sum its gradient together (parallel/tensor/regions.py)
 buckets    in which order gradients come, and lie in buckets: with three ranks or more, the place of a number
            may decide in which order it is summed
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from echelon.nn.wrapping import find_wrapper
-from echelon.parallel.data.bucketed import Bucketed
+from echelon.parallel.data.all_reduce import Bucketed
 from echelon.parallel.stage import LocalStages
-from echelon.parallel.tensor.columns import Multiplier
 from echelon.parallel.tensor.modules import Column
+from echelon.parallel.tensor.regions import Multiplier
 
 LEARNED = "(learned)"  # the name in a checkpoint; no parameter can have it
 

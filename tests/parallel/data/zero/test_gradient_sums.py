@@ -6,8 +6,8 @@ from torch import nn
 
 from echelon.collectives import Ledger
 from echelon.parallel.data import ShardGroups
-from echelon.parallel.data.gradient_sums import GradientSums
 from echelon.parallel.data.zero.flat import FlatUnit
+from echelon.parallel.data.zero.gradient_sums import GradientSums
 from tests.groups import DeferredGroup, PartialGroup
 
 pytestmark = pytest.mark.usefixtures("packed")

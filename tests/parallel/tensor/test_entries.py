@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor.modules import Column, EnterFirst, Row, VocabularyEmbedding, prepare_compiling
-from echelon.parallel.tensor.norms import SplitNorm
+from echelon.parallel.tensor.modules import (
+    Column,
+    EnterFirst,
+    Row,
+    SplitNorm,
+    VocabularyEmbedding,
+    prepare_compiling,
+)
 from echelon.parallel.tensor.regions import Region
 
 Model = tuple[Region, nn.Module]
