@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES
 from echelon.plan.rule import Rule, show_stages
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ def _staleness_needs_async(plan: "Plan") -> str | None:
 
 
 def _one_kind_of_asynchrony(plan: "Plan") -> str | None:
-    if plan.sync != "async" or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+    if plan.sync != "async" or plan.flushes:
         return None
     return (
         f"sync=async schedule={plan.schedule}: asynchronous workers hold whole models, and this schedule "

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES
 from echelon.plan.rule import Rule
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def _auto_needs_shards_within_data(plan: "Plan") -> str | None:
 
 def _may_replicate_stages(plan: "Plan") -> bool:
     """Whether the other rules leave replicas of single stages to a plan that is not yet divided into any."""
-    in_turn = plan.schedule not in ASYNCHRONOUS_SCHEDULES and plan.expert == 1
+    in_turn = plan.flushes and plan.expert == 1
     return in_turn and plan.zero < (2 if plan.schedule == "naive" else 3)
 
 

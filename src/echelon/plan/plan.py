@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.plan.fields import FIELDS, NumberError
+from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, FIELDS, NumberError
 from echelon.plan.rules import broken_rules
 
 
@@ -99,6 +99,17 @@ class Plan:
     def frees_weights(self) -> bool:
         """Whether weights come and go: they are gathered for each use, or fetched from host memory."""
         return self.zero == 3 or "parameters" in self.offload
+
+    @property
+    def flushes(self) -> bool:
+        """The schedule empties the pipeline at the end of each step. Others never drain: a microbatch meets
+        weights that are some updates old."""
+        return self.schedule not in ASYNCHRONOUS_SCHEDULES
+
+    @property
+    def updates_per_step(self) -> int:
+        """How many updates a step makes: PipeDream updates after each microbatch, others once."""
+        return self.microbatches if self.schedule in ("pipedream", "pipedream-vertical") else 1
 
     @property
     def schedule_is_file(self) -> bool:

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES
 from echelon.plan.rule import Rule, show_stages
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def _two_versions_need_microbatches(plan: "Plan") -> str | None:
 
 
 def _stashed_versions_need_weights(plan: "Plan") -> str | None:
-    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or plan.zero < 3:
+    if plan.flushes or plan.zero < 3:
         return None
     return (
         f"zero=3 schedule={plan.schedule}: a stashed weight version must stay whole until its backward pass, "
@@ -65,7 +64,7 @@ def _stashed_versions_need_weights(plan: "Plan") -> str | None:
 
 
 def _asynchronous_schedules_need_even_stages(plan: "Plan") -> str | None:
-    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or set(plan.replicas) == {1}:
+    if plan.flushes or set(plan.replicas) == {1}:
         return None
     return (
         f"schedule={plan.schedule} pipeline={show_stages(plan)}: replicas of a stage that "

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, FIELDS
+from echelon.plan.fields import FIELDS
 from echelon.plan.rule import Rule
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def _update_in_backward_needs_one_microbatch(plan: "Plan") -> str | None:
 
 
 def _update_in_backward_needs_flushed_schedules(plan: "Plan") -> str | None:
-    if plan.update == "step" or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+    if plan.update == "step" or plan.flushes:
         return None
     return (
         f"update={plan.update} schedule={plan.schedule}: each microbatch is an update of its own, with "
@@ -83,7 +83,7 @@ def _delay_needs_whole_updates(plan: "Plan") -> str | None:
 
 
 def _offloaded_parameters_need_flushed_schedules(plan: "Plan") -> str | None:
-    if "parameters" not in plan.offload or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+    if "parameters" not in plan.offload or plan.flushes:
         return None
     return (
         f"offload=parameters schedule={plan.schedule}: a stashed weight version must stay until its backward "
@@ -110,7 +110,7 @@ def _offloaded_parameters_need_all_reduce(plan: "Plan") -> str | None:
 
 
 def _host_updates_need_flushed_schedules(plan: "Plan") -> str | None:
-    if "optimizer" not in plan.offload or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+    if "optimizer" not in plan.offload or plan.flushes:
         return None
     return (
         f"offload=optimizer schedule={plan.schedule}: each microbatch is an update of its own, and its "

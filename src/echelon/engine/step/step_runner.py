@@ -37,7 +37,6 @@ from echelon.parallel.data import talks_in_forward
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.padding import LocalTargets
 from echelon.parallel.stage import LocalStages, Stage
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.program import (
     Instruction,
     Program,
@@ -78,7 +77,7 @@ class StepRunner(ABC):
         self._balance, self._records_gates = balance, True
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
-        self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
+        self._pipelined = local.program.stages > 1 or not plan.flushes
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
         talks = local.lockstep or any(map(talks_in_forward, local.modules)) or plan.expert > 1
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file

@@ -14,14 +14,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 
 
 def may_change_weights(plan: Plan) -> bool:
     """Whether a forward pass is all of a step's, and what it leaves in the weights stays there: below float32
     masters overwrite it. With zero=3, where weights come and go, whoever frees one looks whether it was
     changed (parallel/data/zero/flat.py)."""
-    is_whole = plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan)
+    is_whole = plan.flushes and not is_cut(plan)
     return frees_weights(plan) or (is_whole and plan.precision in ("fp32", "fp64"))
 
 
