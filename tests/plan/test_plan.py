@@ -58,6 +58,14 @@ def test_replicated_stages() -> None:
     assert Plan(pipeline=(2, 1, 1)).ranks == 4
 
 
+def test_a_plan_says_whether_its_schedule_flushes_and_how_many_updates_a_step_makes() -> None:
+    texts = [f"pipeline=2 microbatches=4 schedule={name}" for name in SCHEDULES if name != "interleaved"]
+    plans = [Plan.parse(text) for text in (*texts, "pipeline=2 microbatches=4 schedule=order.txt")]
+    late = {plan.schedule: plan.updates_per_step for plan in plans if not plan.flushes}
+    assert late == {"pipedream": 4, "pipedream-vertical": 4, "pipedream-2bw": 1}
+    assert {plan.updates_per_step for plan in plans if plan.flushes} == {1}
+
+
 @pytest.mark.parametrize(
     "bad", [{"data": True}, {"data": 1.5}, {"zero": -1}, {"pipeline": ()}, {"sequence": 2}, {"compile": 2}]
 )

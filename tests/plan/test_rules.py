@@ -382,7 +382,12 @@ class WatchedPlan:
         self.plan, self.read = plan, set[str]()
 
     def __getattr__(self, name: str) -> object:
-        derived = {"stages": "pipeline", "replicas": "pipeline", "schedule_is_file": "schedule"}
+        derived = {
+            "stages": "pipeline",
+            "replicas": "pipeline",
+            "schedule_is_file": "schedule",
+            "flushes": "schedule",
+        }
         self.read.add(derived.get(name, name))
         return getattr(self.plan, name)
 
