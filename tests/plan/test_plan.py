@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
-from echelon.plan import Plan
-from echelon.plan.fields import SCHEDULES
+from echelon.plan import SCHEDULES, Plan
 from tests.plan.examples import errors_of, plan_values
 
 
