@@ -29,7 +29,7 @@ from echelon.errors import UserError
 from echelon.nn.inputs import tensors_of
 from echelon.nn.targets import IGNORED_TARGET
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 
 
 class Counts(NamedTuple):

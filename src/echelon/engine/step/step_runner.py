@@ -48,8 +48,7 @@ from echelon.program import (
     forward_only,
     without_update,
 )
-from echelon.update.numbers import StepNumbers
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number, StepNumbers
 from echelon.update.update import Update
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
