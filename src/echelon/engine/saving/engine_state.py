@@ -10,7 +10,7 @@ from echelon.engine.saving.checkpoints import own_number
 from echelon.engine.step.step_counter import StepCounter
 from echelon.parallel.stage import LocalStages
 from echelon.state.ownership import OwnedSlice, StateNames, whole_slice
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 from echelon.update.update import InWhole, Update
 
 

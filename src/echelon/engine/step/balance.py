@@ -11,7 +11,7 @@ f is a forward pass that only records: the statistics pass, which costs one forw
 
 One all-reduce over all ranks brings the statistics of every gate, and what all losses counted, to everyone.
 Losses are divided by a normaliser n before the backward pass, and an update multiplies gradients by n / count
-(update/scaling.py). So the gradient of an auxiliary loss is multiplied by count / n, with the count that the
+(update/numbers.py). So the gradient of an auxiliary loss is multiplied by count / n, with the count that the
 forwards have found: it comes out as that of the loss itself, whatever was expected of the count, and with any
 loss scale, which is a part of n.
 """

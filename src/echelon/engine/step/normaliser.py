@@ -28,7 +28,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.inputs import tensors_of
 from echelon.nn.targets import IGNORED_TARGET
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 
 
 class Counts(NamedTuple):

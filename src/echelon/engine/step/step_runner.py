@@ -28,7 +28,7 @@ from echelon.engine.step.upload import Upload, to_device
 from echelon.engine.step.weight_changes import ChangeRecord, WeightChanges, frees_weights, may_change_weights
 from echelon.errors import UserError
 from echelon.memory import Meter
-from echelon.memory.activation_offload import Carrier
+from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.recompute.selective import selective_of
 from echelon.nn.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.nn.dtypes import DTYPES
@@ -47,8 +47,7 @@ from echelon.program import (
     forward_only,
     without_update,
 )
-from echelon.update.numbers import StepNumbers
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number, StepNumbers
 from echelon.update.update import Update
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
@@ -69,11 +68,11 @@ class StepRunner(ABC):
         layers: LayerSharding,
         meter: Meter,
         scopes: Scopes,
-        carrier: Carrier | None = None,
+        offload: ActivationOffload | None = None,
         balance: Balance | None = None,
     ) -> None:
         self._mesh, self._local, self._update = mesh, local, update
-        self._layers, self._meter, self._scopes, self._carrier = layers, meter, scopes, carrier
+        self._layers, self._meter, self._scopes, self._activation_offload = layers, meter, scopes, offload
         self._balance, self._records_gates = balance, True
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
@@ -221,8 +220,8 @@ class StepRunner(ABC):
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
-            if self._carrier is not None:
-                self._carrier.forget()
+            if self._activation_offload is not None:
+                self._activation_offload.forget()
             for stage in self._local.stages.values():
                 stage.abandon_pass()
             self.is_broken = self._pipelined or self._is_half_updated
@@ -344,22 +343,22 @@ class StepRunner(ABC):
 
     def _offload(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:
         """What the forward pass saves goes to host memory; what it is given stays."""
-        if self._carrier is None:
+        if self._activation_offload is None:
             return nullcontext()
-        standing = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
-        return self._carrier.passing(slot, [leaf for leaf in standing if isinstance(leaf, Tensor)])
+        resident = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
+        return self._activation_offload.passing(slot, [leaf for leaf in resident if isinstance(leaf, Tensor)])
 
     def store(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.store(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.store(slot)
 
     def fetch(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.fetch(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.fetch(slot)
 
     def set_aside(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.set_aside(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.pause_backward(slot)
 
     def start_backwards(self, tally: Tensor) -> None:
         if self._balance is not None and self._balance.is_early:
