@@ -32,7 +32,7 @@ from echelon.state.checkpoint import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice, StateNames, whole_slice
 from echelon.state.weight_files.tensor_file import DTYPES
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 from echelon.update.update import InWhole, Update
 from echelon.version import VERSION
 

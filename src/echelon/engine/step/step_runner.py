@@ -27,7 +27,7 @@ from echelon.engine.step.side_effects import WeightChanges, frees_weights, witho
 from echelon.engine.step.upload import Upload, to_device
 from echelon.errors import UserError
 from echelon.memory import Meter
-from echelon.memory.activation_offload import Carrier
+from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.recompute.selective import selective_of
 from echelon.nn.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.nn.dtypes import DTYPES
@@ -36,7 +36,6 @@ from echelon.parallel.data import talks_in_forward
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.padding import LocalTargets
 from echelon.parallel.stage import LocalStages, Stage
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.program import (
     Instruction,
     Program,
@@ -47,8 +46,7 @@ from echelon.program import (
     forward_only,
     without_update,
 )
-from echelon.update.numbers import StepNumbers
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number, StepNumbers
 from echelon.update.update import Update
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
@@ -69,15 +67,15 @@ class StepRunner(ABC):
         layers: LayerSharding,
         meter: Meter,
         scopes: Scopes,
-        carrier: Carrier | None = None,
+        offload: ActivationOffload | None = None,
         balance: Balance | None = None,
     ) -> None:
         self._mesh, self._local, self._update = mesh, local, update
-        self._layers, self._meter, self._scopes, self._carrier = layers, meter, scopes, carrier
+        self._layers, self._meter, self._scopes, self._activation_offload = layers, meter, scopes, offload
         self._balance, self._records_gates = balance, True
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
-        self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
+        self._pipelined = local.program.stages > 1 or not plan.flushes
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
         talks = local.lockstep or any(map(talks_in_forward, local.modules)) or plan.expert > 1
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file
@@ -219,8 +217,8 @@ class StepRunner(ABC):
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
-            if self._carrier is not None:
-                self._carrier.forget()
+            if self._activation_offload is not None:
+                self._activation_offload.forget()
             for stage in self._local.stages.values():
                 stage.abandon_pass()
             self.is_broken = self._pipelined or self._is_half_updated
@@ -342,22 +340,22 @@ class StepRunner(ABC):
 
     def _offload(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:
         """What the forward pass saves goes to host memory; what it is given stays."""
-        if self._carrier is None:
+        if self._activation_offload is None:
             return nullcontext()
-        standing = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
-        return self._carrier.passing(slot, [leaf for leaf in standing if isinstance(leaf, Tensor)])
+        resident = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
+        return self._activation_offload.passing(slot, [leaf for leaf in resident if isinstance(leaf, Tensor)])
 
     def store(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.store(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.store(slot)
 
     def fetch(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.fetch(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.fetch(slot)
 
     def set_aside(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.set_aside(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.pause_backward(slot)
 
     def start_backwards(self, tally: Tensor) -> None:
         if self._balance is not None and self._balance.is_early:
