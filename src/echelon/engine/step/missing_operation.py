@@ -11,7 +11,7 @@ import re
 import torch
 
 from echelon.errors import UserError
-from echelon.parallel.data.zero.weight_views import Comings
+from echelon.parallel.data.zero.comings import Comings
 from echelon.plan import Plan
 
 _TYPE = r"'?(?:Half|BFloat16)'?"

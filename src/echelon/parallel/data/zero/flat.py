@@ -27,9 +27,9 @@ from echelon.parallel.data.buckets import (
     PreallocatedMemory,
     gradient_dtype,
 )
+from echelon.parallel.data.zero.comings import Comings, lost_change
 from echelon.parallel.data.zero.host_weights import HostRun, HostWeights
 from echelon.parallel.data.zero.weight_access import FreedParameter, register_owner
-from echelon.parallel.data.zero.weight_views import Comings, lost_change
 from echelon.state.ownership import LocalParameter
 
 

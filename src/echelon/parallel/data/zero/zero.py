@@ -35,6 +35,7 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import ParameterSet, Unit
 from echelon.parallel.data.reducer import Reducer, UsedParameters
 from echelon.parallel.data.sharing import Problem, Sharing, Storages, local_gradients
+from echelon.parallel.data.zero.comings import Comings, lost_change
 from echelon.parallel.data.zero.flat import FlatUnit, UnitMemory
 from echelon.parallel.data.zero.gradient_sums import GradientSums
 from echelon.parallel.data.zero.host_weights import HostPlace, HostRun
@@ -42,7 +43,6 @@ from echelon.parallel.data.zero.residency import Residency
 from echelon.parallel.data.zero.unit_agreement import GatherAgreement, check_same_units, explain_mismatch
 from echelon.parallel.data.zero.units import backward_order, find_root
 from echelon.parallel.data.zero.uses import Use, UseHooks
-from echelon.parallel.data.zero.weight_views import Comings, lost_change
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
 
 
