@@ -33,7 +33,7 @@ def test_a_number_is_not_traced_as_a_constant() -> None:
 @pytest.mark.slow
 def test_a_decorated_function_imports_the_compiler_only_when_it_is_called() -> None:
     code = (
-        "import sys, echelon.nn.autograd.tracing as t; "
+        "import sys, echelon.nn.tracing as t; "
         "three = t.untraced(lambda: 3); "
         "assert 'torch._dynamo' not in sys.modules; "
         "assert three() == 3"

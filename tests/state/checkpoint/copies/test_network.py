@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.checkpoint.copies import exchange
-from echelon.state.checkpoint.copies.exchange import RankCopy, receive, send, send_none
-from echelon.state.checkpoint.manifest_text import MOST_BYTES
+from echelon.state.checkpoint.copies import network
+from echelon.state.checkpoint.copies.network import RankCopy, receive, send, send_none
+from echelon.state.checkpoint.manifest import MOST_BYTES
 
 GROUP: Any = "the group"
 
@@ -31,8 +31,8 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         assert (out.shape, out.dtype) == (part.shape, part.dtype)
         out.copy_(part)
 
-    monkeypatch.setattr(exchange, "dist", SimpleNamespace(isend=isend, recv=recv))
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 4)
+    monkeypatch.setattr(network, "dist", SimpleNamespace(isend=isend, recv=recv))
+    monkeypatch.setattr(network, "PIECE_BYTES", 4)
     return waiting
 
 
@@ -104,13 +104,13 @@ def test_the_smallest_and_the_largest_file(
 
 
 def test_a_message_without_a_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "dist", SimpleNamespace(isend=lambda *_: None))
+    monkeypatch.setattr(network, "dist", SimpleNamespace(isend=lambda *_: None))
     assert (send(copy_of(9), 3, GROUP), send_none(3, GROUP)) == ([], [])
 
 
 def test_a_piece_has_64_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which a receiver drops one at a time; here without memory."""
-    monkeypatch.setattr(exchange, "dist", SimpleNamespace(isend=lambda part, *_: part.numel()))
+    monkeypatch.setattr(network, "dist", SimpleNamespace(isend=lambda part, *_: part.numel()))
     large = copy_of(9)._replace(file=torch.empty(2**26 + 1, dtype=torch.uint8, device="meta"))
     works: list[Any] = send(large, 3, GROUP)
     assert works == [2, 5, 2**26, 1]

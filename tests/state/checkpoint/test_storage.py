@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint import SavedState, fetching
+from echelon.state.checkpoint import SavedState, storage
 from tests.state.checkpoint.saving import new_saver, save, state
 
 
@@ -31,20 +31,20 @@ def test_a_file_is_fetched_in_blocks_and_one_byte_too_many_is_seen(
 ) -> None:
     fsspec.filesystem("memory").pipe_file(f"{url}/manifest.json", b"")
     fsspec.filesystem("memory").pipe_file(f"{url}/x", bytes(range(10)))
-    monkeypatch.setattr(fetching, "_BLOCK_BYTES", 4)
-    files = fetching.FetchedFiles(url)
+    monkeypatch.setattr(storage, "_BLOCK_BYTES", 4)
+    files = storage.FetchedFiles(url)
     assert files.file("x", 10).read_bytes() == bytes(range(10))
-    monkeypatch.setattr(fetching.FetchedFiles, "_check_room", lambda *_: None)
+    monkeypatch.setattr(storage.FetchedFiles, "_check_room", lambda *_: None)
     with pytest.raises(DamagedError, match="it has more bytes than 9, the most it can have"):
-        fetching.FetchedFiles(url).file("x", 9)
+        storage.FetchedFiles(url).file("x", 9)
 
 
 def test_a_disk_that_is_just_large_enough(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").pipe_file(f"{url}/manifest.json", b"")
     fsspec.filesystem("memory").pipe_file(f"{url}/x", bytes(10))
-    files = fetching.FetchedFiles(url)
+    files = storage.FetchedFiles(url)
     for free, is_enough in ((9, False), (10, True)):
-        monkeypatch.setattr(fetching.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(storage.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         if is_enough:
             assert files.file("x", 10).stat().st_size == 10
         else:
@@ -57,6 +57,6 @@ def test_a_disk_that_is_just_large_enough(url: str, monkeypatch: pytest.MonkeyPa
 )
 def test_what_is_gone_is_damage_and_what_cannot_be_read_may_be_whole(error: OSError, kind: type) -> None:
     said = r"s3://a: cannot be read: (gone|broken)"
-    with pytest.raises(UserError, match=said) as caught, fetching.report_read_errors("s3://a"):
+    with pytest.raises(UserError, match=said) as caught, storage.report_read_errors("s3://a"):
         raise error
     assert type(caught.value) is kind

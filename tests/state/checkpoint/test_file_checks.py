@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_digest
 
-from echelon.state.checkpoint import file_hash
-from echelon.state.checkpoint.file_hash import FileHash, hash_bytes, hash_file
+from echelon.state.checkpoint import file_checks
+from echelon.state.checkpoint.file_checks import FileHash, hash_bytes, hash_file
 
 
 def by_hand(data: bytes, block: int) -> str:
@@ -24,17 +24,17 @@ def test_a_block_has_four_megabytes() -> None:
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 bytes, and parts of two."""
-    monkeypatch.setattr(file_hash, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(file_hash, "_PART_BYTES", 16)
+    monkeypatch.setattr(file_checks, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(file_checks, "_PART_BYTES", 16)
 
 
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 17, 24, 31, 32, 33, 100])
 @pytest.mark.parametrize("cores", [1, 64])
 def test_files_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, cores: int) -> None:
-    monkeypatch.setattr(file_hash, "usable_cores", lambda: cores)
+    monkeypatch.setattr(file_checks, "usable_cores", lambda: cores)
     beats = []
-    monkeypatch.setattr(file_hash, "beat", lambda: beats.append(1))
+    monkeypatch.setattr(file_checks, "beat", lambda: beats.append(1))
     data = os.urandom(size)
     (tmp_path / "file").write_bytes(data)
     with (tmp_path / "file").open("rb") as file:
@@ -72,7 +72,7 @@ def test_reads_that_stop_in_the_middle(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_four_threads_read_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, sizes = [], []
-    executor = file_hash.ThreadPoolExecutor
+    executor = file_checks.ThreadPoolExecutor
 
     def make(number: int) -> object:
         numbers.append(number)
@@ -82,12 +82,12 @@ def test_four_threads_read_a_large_file(tmp_path: Path, monkeypatch: pytest.Monk
         sizes.append((begin, size))
         return b""
 
-    monkeypatch.setattr(file_hash, "ThreadPoolExecutor", make)
-    monkeypatch.setattr(file_hash, "_checks", checks)
+    monkeypatch.setattr(file_checks, "ThreadPoolExecutor", make)
+    monkeypatch.setattr(file_checks, "_checks", checks)
     for mebibytes, cores in ((0, 64), (16, 64), (17, 64), (160, 64), (160, 2)):
         (tmp_path / "file").touch()
         os.truncate(tmp_path / "file", mebibytes * 2**20)
-        monkeypatch.setattr(file_hash, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(file_checks, "usable_cores", lambda cores=cores: cores)
         with (tmp_path / "file").open("rb") as file:
             hash_file(file)
     assert numbers == [1, 1, 2, 4, 2]

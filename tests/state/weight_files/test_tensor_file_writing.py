@@ -10,8 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.weight_files.tensor_file import DTYPES, LENGTH, read_header
-from echelon.state.weight_files.tensor_file_writer import TensorEntry, check_types, write_tensor_file
+from echelon.state.weight_files.tensor_file import (
+    DTYPES,
+    LENGTH,
+    TensorEntry,
+    check_types,
+    read_header,
+    write_tensor_file,
+)
 
 MIXED = {
     "small": torch.rand(3).bfloat16(),  # 6 bytes: a wider type behind it would not be aligned

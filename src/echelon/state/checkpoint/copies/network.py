@@ -1,13 +1,19 @@
-"""Files between hosts, in a thread of its own: nobody in a training step waits for them.
+"""Copies of ranks' files on other hosts: which rank's copy goes where, and the messages that carry it.
+
+hosts      a  a  b  b  c  c
+rank       0  1  2  3  4  5
+its copy   2  3  4  5  0  1           and back, to a rank that has lost its file
+
+A thread of its own sends and receives, over a process group that is used for nothing else: no training step
+waits for it.
 
     sender       sizes | manifest | piece 0 | piece 1 | …         all are queued at once, from where they are
     receiver     sizes | manifest | piece 0 | …                   one at a time, to where they will be
 
-The group is used for nothing else. Bytes are bytes: nothing that arrives is run, and what is read from it
-later is compared with its hash.
+Bytes are bytes: nothing that arrives is run, and what is read from it later is compared with its hash.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +21,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.checkpoint.manifest_text import MOST_BYTES
+from echelon.state.checkpoint.manifest import MOST_BYTES
+
+Found = Mapping[str, Sequence[int]]  # by generation, the ranks whose files are there
+
+
+class Sending(NamedTuple):
+    """A file of rank `receiver`, which the rank `sender` has on its host."""
+
+    sender: int
+    receiver: int
+
+
+def receivers(hosts: Sequence[str]) -> list[int | None]:
+    """Return by rank the rank that keeps its copy; None where all ranks are on one host."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return [None] * len(hosts)
+    members = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
+    chosen: list[int | None] = []
+    for rank, host in enumerate(hosts):
+        following = members[names[(names.index(host) + 1) % len(names)]]
+        chosen.append(following[members[host].index(rank) % len(following)])
+    return chosen
+
+
+def whole_generations(found: Sequence[Found]) -> list[str]:
+    """List the generations with a file of every rank on some host, newest first; `found`: by rank."""
+    names = sorted({name for of_rank in found for name in of_rank}, reverse=True)
+    ranks = set(range(len(found)))
+    return [name for name in names if ranks <= {rank for each in found for rank in each.get(name, ())}]
+
+
+def sendings(generation: str, found: Sequence[Found]) -> list[Sending]:
+    """Return how each rank without its file gets it."""
+    holders = [set(of_rank.get(generation, ())) for of_rank in found]
+    return [
+        Sending(next(other for other, held in enumerate(holders) if rank in held), rank)
+        for rank, here in enumerate(holders)
+        if rank not in here
+    ]
+
 
 PIECE_BYTES = 1 << 26
 _MOST_FILE_BYTES = 1 << 50
@@ -39,7 +85,7 @@ def send(copy: RankCopy, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
 
 
 def send_none(to: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Say that there is no copy: the other one waits for it."""
+    """Tell the receiver, which waits for it, that there is no copy."""
     work = dist.isend(torch.zeros(2, dtype=torch.int64), to, group)
     return [] if work is None else [work]
 
