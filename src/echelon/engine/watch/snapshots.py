@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from echelon.errors import UserError
 from echelon.nn.wrapping import is_wrapped
-from echelon.parallel.data.zero.freed import FreedParameter
+from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.plan import Plan
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
