@@ -10,7 +10,7 @@ from echelon.nn.dropout.mask import Draw, drop, has_kernel, mask_of
 from echelon.nn.dropout.modules import KeyedDropout, key_dropout
 from echelon.nn.dropout.training_position import scope
 from echelon.nn.hashing import hash_of
-from echelon.nn.wrapping import Wrapping
+from echelon.nn.wrapping import Wrapping, find_wrapper
 from tests.nn.dropout.masks import keep_mask
 
 pytestmark = [
