@@ -14,7 +14,7 @@ from echelon.engine import Engine, parallelize
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset
-from echelon.nn.initialization import InitialValues
+from echelon.nn.initialization import WeightSource
 from tests.peak_memory import PeakMemory
 
 MESSAGES = 8 * 2**20  # what links between ranks of one host take
@@ -129,7 +129,7 @@ def test_every_plan_starts_with_the_same_weights(
 
 
 def test_one_device_has_the_values_of_the_recording() -> None:
-    values = InitialValues(gpt(), torch.device("cpu"))
+    values = WeightSource(gpt(), torch.device("cpu"))
     with engine_of("gpt", "data=1") as engine:
         for name, weight in engine.full_state_dict().items():
             assert torch.equal(weight, values.tensor(name).double()), name
