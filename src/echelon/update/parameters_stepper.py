@@ -42,7 +42,7 @@ class ParametersStepper(Stepper):
             return
         _check_takes_turns(self.optimizer)  # somebody may have added a hook
         for sharing in self._sharings:
-            for present in sharing.in_turn():
+            for present in sharing.pieces_to_update():
                 self._stepper.step(factor, skip, present)
 
     def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
