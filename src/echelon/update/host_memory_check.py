@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.hardware import available_memory
@@ -29,7 +30,8 @@ def check_host_memory(needs: Mapping[str, int], mesh: Mesh) -> None:
         return
     free = available_memory()
     own = [_machine(), _NO_LIMIT if free is None else free, *needs.values()]
-    rows = _all_rows(torch.tensor(own, dtype=torch.int64, device=mesh.device), mesh)
+    numbers = torch.tensor(own, dtype=torch.int64, device=mesh.device)
+    rows = gather_rows(numbers, mesh.group("all"), "agreement").tolist()
     for machine in dict.fromkeys(row[0] for row in rows):
         local = [row[1:] for row in rows if row[0] == machine]
         sizes = dict(zip(needs, map(sum, zip(*(row[1:] for row in local), strict=True)), strict=True))
@@ -62,15 +64,6 @@ def _machine() -> int:
     """The same number for all processes of one machine, or container."""
     boot = _BOOT.read_text() if _BOOT.exists() else ""
     return zlib.crc32(f"{socket.gethostname()} {boot}".encode())
-
-
-def _all_rows(own: Tensor, mesh: Mesh) -> list[list[int]]:
-    group = mesh.group("all")
-    rows = own.new_empty(group.size, len(own))
-    with group.ledger.about("agreement"):
-        group.all_gather(rows, own)
-    numbers: list[list[int]] = rows.tolist()
-    return numbers
 
 
 def _message(sizes: Mapping[str, int], free: int, ranks: int, mesh: Mesh) -> str:

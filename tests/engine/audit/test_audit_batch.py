@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import GivenBatch, choose_samples, smallest_factor
 from echelon.plan import Plan
 

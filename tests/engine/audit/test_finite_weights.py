@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.engine.audit.agreement import RankAgreement
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit.finite_weights import check_finite_weights
 from echelon.engine.audit.report import AuditResult, held
 from echelon.errors import UserError

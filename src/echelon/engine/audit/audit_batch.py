@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.batch_traits import most_different
 from echelon.nn.batch import Batch, num_samples
 

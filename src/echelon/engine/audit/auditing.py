@@ -15,9 +15,9 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import GivenBatch
 from echelon.engine.audit.batch_traits import sample_traits, union
 from echelon.engine.audit.finite_weights import check_finite_weights

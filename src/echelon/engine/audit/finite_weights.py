@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from echelon.engine.audit.agreement import RankAgreement
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit.report import AuditResult, held
 from echelon.errors import UserError
 from echelon.state.ownership import OwnedSlice

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.audit.autocast_cache import computed_type, without_autocast_cache
 from echelon.engine.audit.diagnosis import explain

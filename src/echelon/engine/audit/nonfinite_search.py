@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.nonfinite_report import Finding, Report, explain
 from echelon.engine.step.flushed_runner import FlushedRunner
 from echelon.engine.step.untouched import untouched

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.saving.checkpoints import (
     check_storable,
     describe,
@@ -17,7 +18,6 @@ from echelon.engine.saving.loading import Loading
 from echelon.engine.saving.temporary_buffers import TemporaryBuffers
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.state.checkpoint import Manifest, SavedState, SaveOptions, Saver, numbers_of, open_whole
 from echelon.state.ownership import OwnedSlice, Slice
 

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank, gather_values
 from echelon.collectives.mesh import Mesh
 from echelon.engine.saving.learned import LEARNED, learned
 from echelon.errors import UserError, raise_errors
-from echelon.launching.group import check_on_every_rank
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.parallel.stage import LocalStages
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import Manifest
@@ -41,7 +40,7 @@ def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) ->
     """What a manifest says beside tensors and files; all ranks must call this."""
     numbers: dict[str, dict[str, Number]] = {}
     check_on_every_rank(lambda: numbers.update(_state_numbers(update)))
-    rows = gather(mesh, [_groups(update), numbers])
+    rows = gather_values([_groups(update), numbers], mesh.group("all"), mesh.device)
     return Manifest(
         step=step,
         plan=str(mesh.plan),
@@ -52,13 +51,6 @@ def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) ->
         state_numbers={name: of_name for _, by_name in rows for name, of_name in by_name.items()},
         extra=dict(extra),
     )
-
-
-def gather(mesh: Mesh, value: Any) -> list[Any]:
-    """Plain data of every rank, in rank order."""
-    if mesh.plan.ranks == 1:
-        return [value]
-    return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
 
 
 def _groups(update: Update) -> list[dict[str, Any]]:

@@ -18,19 +18,18 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank, gather_values
 from echelon.engine.saving.checkpoints import (
     EXTRA_STATE,
     JSON,
     PARAMETERS,
     RANDOM,
     extra_state_modules,
-    gather,
 )
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.learned import LEARNED, restore_learned
 from echelon.engine.saving.temporary_buffers import TEMPORARY
 from echelon.errors import UserError, raise_errors
-from echelon.launching.group import check_on_every_rank
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import SavedState, number_errors
 from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice, StateNames
@@ -56,7 +55,9 @@ class Loading(NamedTuple):
             errors += optimizer_errors(self.saved, self.state.update)
         if optimizer and options:
             errors += option_errors(self.saved.manifest.groups, self.state.update)
-        found = dict.fromkeys(error for of_rank in gather(self.state.mesh, errors) for error in of_rank)
+        mesh = self.state.mesh
+        rows = gather_values(errors, mesh.group("all"), mesh.device)
+        found = dict.fromkeys(error for of_rank in rows for error in of_rank)
         raise_errors(f"checkpoint {self.saved.path} for this engine", list(found))
 
     def compare_seed(self) -> None:

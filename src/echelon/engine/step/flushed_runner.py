@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.collectives.mesh import Mesh
 from echelon.engine.model_checks import is_cut
 from echelon.engine.step.agreement import measure_gradient
@@ -17,7 +18,6 @@ from echelon.engine.step.untouched import untouched
 from echelon.engine.step.weight_changes import renormalises_any
 from echelon.engine.step.weight_hooks import WeightHooks
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.parallel.stage import LocalStages

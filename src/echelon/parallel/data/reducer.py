@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import FlagExchange
 from echelon.errors import UserError
-from echelon.parallel.data.flags import FlagExchange
 from echelon.parallel.data.grad_accumulation import Accumulation, hook_gradient
 
 

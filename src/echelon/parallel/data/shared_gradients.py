@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
-from echelon.parallel.data.flags import set_anywhere
+from echelon.collectives.agreement import set_anywhere
 from echelon.parallel.data.grad_dtype import gradient_dtype
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.data.sharing import Sharing

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from echelon.collectives.agreement import check_on_every_rank, decide_on_rank_0
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank, decide_on_rank_0
 from echelon.state.checkpoint.saved import SavedState
 
 

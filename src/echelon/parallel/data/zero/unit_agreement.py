@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import Difference, check_same_text
 from echelon.parallel.data.parameter_set import Unit
-from echelon.parallel.data.text_agreement import Difference, check_same_text
 
 
 def check_same_units(units: Sequence[Unit], prefetch: int, group: Group, device: torch.device) -> None:
