@@ -73,11 +73,9 @@ def gather_values(value: object, group: Group, device: torch.device, subject: st
     text = json.dumps(value)
     if group.size == 1:
         return [json.loads(text)]
-    with group.ledger.about(subject):
-        length = torch.tensor(len(text), device=device)
-        group.all_reduce(length, "max")
+    lengths = gather_rows(torch.tensor([len(text)], device=device), group, subject)
     # JSON is ASCII and ends where its value ends, so blanks are no part of it.
-    padded = bytearray(text.ljust(int(length)).encode())
+    padded = bytearray(text.ljust(int(lengths.max())).encode())
     rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8).to(device), group, subject)
     return [json.loads(row.numpy().tobytes()) for row in rows.cpu()]
 
