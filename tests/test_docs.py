@@ -402,4 +402,5 @@ def test_imports_point_downward_as_the_picture_shows() -> None:
     existing = {
         path.stem for path in (ROOT / "src" / "echelon").iterdir() if not path.name.startswith(("_", "py"))
     }
-    assert existing == level.keys() | set(generate.BESIDE.packages)
+    public_names = {"experts", "optim", "sequence"}  # of modules in rooms: tests/test_public_names.py
+    assert existing - public_names == level.keys() | set(generate.BESIDE.packages)

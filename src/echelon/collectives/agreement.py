@@ -1,4 +1,4 @@
-"""Ranks agree on something small: numbers, flags, texts, plain values, a decision, the first failure.
+"""Ranks agree on something small: numbers, texts, plain values, a decision, the first failure.
 
 Functions with a `group` use its collectives, and are entered into its ledger. A check or a decision of all
 ranks, which may take minutes, goes through the store of the process group: an operation has a time limit.
@@ -113,37 +113,6 @@ def check_same_text(
         rank = next(rank for rank, of_rank in enumerate(gathered) if of_rank != gathered[0])
         pairs = zip_longest(gathered[0], gathered[rank], fillvalue="nothing more")
         raise UserError(message(Difference(rank, *next(pair for pair in pairs if pair[0] != pair[1]))))
-
-
-def set_anywhere(flags: Sequence[bool], group: Group, device: torch.device) -> Sequence[bool]:
-    """Return which of `flags` are set on any rank of the group."""
-    return FlagExchange(flags, group, device).wait()
-
-
-@final
-class FlagExchange:
-    """Flags, such as used parameters, that are being combined over ranks.
-
-    Reading the result waits for the device. A rank that has set all flags knows the result without it, so
-    most steps do not wait.
-    """
-
-    def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:
-        self._flags, self._on_device = flags, _to_device(flags, device)
-        self._handle = group.all_reduce(self._on_device, "max", wait=False)
-
-    def wait(self) -> Sequence[bool]:
-        """Return which flags are set on any rank."""
-        self._handle.wait()
-        return self._flags if all(self._flags) else self._on_device.bool().tolist()
-
-
-def _to_device(flags: Sequence[bool], device: torch.device) -> Tensor:
-    if all(flags):
-        return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    # From memory that is not pinned, a copy to a CUDA device waits for it.
-    local = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return local.to(device, non_blocking=True)
 
 
 @final

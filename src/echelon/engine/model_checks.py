@@ -18,7 +18,7 @@ from echelon.nn.batch import Loss
 from echelon.nn.huggingface import gate_loss_coefficients
 from echelon.nn.unwrapping import without_compiling
 from echelon.parallel.own_loss import choose_loss
-from echelon.parallel.power_iteration import iterated_modules
+from echelon.parallel.stage import iterated_modules
 from echelon.plan import Plan
 from echelon.update.precision import LossScale
 

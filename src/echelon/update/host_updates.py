@@ -10,7 +10,7 @@ from echelon.errors import UserError
 from echelon.hardware import usable_cores
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Sharing, Zero
-from echelon.parallel.data.zero.new_weights import NewWeights, ResidentWeights
+from echelon.parallel.data.zero.weight_access import NewWeights, ResidentWeights
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter

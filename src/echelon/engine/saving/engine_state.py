@@ -22,10 +22,10 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.step.step_counter import StepCounter
 from echelon.errors import raise_errors
 from echelon.nn.wrapping import find_wrapper
-from echelon.parallel.data.bucketed import Bucketed
+from echelon.parallel.data.all_reduce import Bucketed
 from echelon.parallel.stage import LocalStages
-from echelon.parallel.tensor.columns import Multiplier
 from echelon.parallel.tensor.modules import Column
+from echelon.parallel.tensor.regions import Multiplier
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
@@ -269,7 +269,7 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 # What the first step has shown, and later ones compute by. It decides in which order numbers are summed: the
 # same plan goes on in every bit as if it had not stopped, and to other plans it does not matter.
 #
-#     columns    which matrices have one input, and sum its gradient together (parallel/tensor/columns.py)
+#     columns    which matrices have one input, and sum its gradient together (parallel/tensor/regions.py)
 #     buckets    in which order gradients come, and lie in buckets
 
 

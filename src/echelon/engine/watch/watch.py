@@ -27,8 +27,8 @@ from echelon.engine.watch.structure import Structure
 from echelon.engine.watch.weights import WeightWatch
 from echelon.errors import UserError
 from echelon.parallel.data.batch_norm import check_worker_norms
-from echelon.parallel.data.problems import Problem
-from echelon.parallel.data.zero.idle import Idle
+from echelon.parallel.data.sharing import Problem
+from echelon.parallel.data.zero.weight_access import Idle
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.update.update import Update
