@@ -1,7 +1,7 @@
-"""What a model is made of: its modules, their hooks, forwards and parameters, as Python sees them.
+"""What a model was after a step, compared with what it is before the next: structure and weights.
 
-A snapshot reads no tensor and no device. Two of them are compared in each step; names are looked up only
-where they differ.
+A snapshot reads Python objects, and no value of a tensor. Two are compared in each step; names are searched
+only where they differ.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from echelon.errors import UserError
 from echelon.nn.wrapping import is_wrapped
+from echelon.parallel.data.zero.weight_access import FreedParameter
+from echelon.plan import Plan
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -47,27 +50,27 @@ class Change(NamedTuple):
 
 @final
 class Structure:
-    """The modules of a model and of its stages, and how they were when somebody looked last."""
+    """The modules of a model and of its stages, and how they were at the last record."""
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         """`names`: of all modules."""
         self._names = names
         self.modules = list(names)
         self._classes = list(dict.fromkeys(map(type, self.modules)))
-        self._snapshot, self._details = self._take(), self._look_closer()
+        self._snapshot, self._details = self._take(), self._read_details()
 
     def record(self) -> None:
         """Take what there is now for what must stay."""
         before, self._snapshot = self._snapshot, self._take()
         if before != self._snapshot:
-            self._details = self._look_closer()
+            self._details = self._read_details()
 
     def changes(self) -> list[Change]:
-        """What has changed since the last record."""
+        """List what has changed since the last record."""
         now = self._take()
         if now == self._snapshot:
             return []
-        details = self._look_closer()
+        details = self._read_details()
         return [*self._changes_by_module(now, details), *self._hook_changes(now, details)]
 
     def _take(self) -> Snapshot:
@@ -88,7 +91,7 @@ class Structure:
             [getattr(kind, "forward", None) for kind in self._classes],
         )
 
-    def _look_closer(self) -> _Details:
+    def _read_details(self) -> _Details:
         return _Details(
             [tuple(module._modules.values()) for module in self.modules],
             [tuple(map(id, module._parameters.values())) for module in self.modules],
@@ -96,7 +99,7 @@ class Structure:
         )
 
     def _hooked(self) -> Iterator[tuple[str, list[int]]]:
-        """Whoever has hooks, with their numbers."""
+        """Each owner of hooks, with their numbers."""
         yield "all modules (torch.nn.modules.module)", [*chain.from_iterable(_GLOBAL_HOOKS)]
         with torch._C.DisableTorchFunctionSubclass():
             for module, name in self._names.items():
@@ -160,3 +163,66 @@ def _differ(one: Sequence[object], other: Sequence[object]) -> bool:
 
 def _is_wrapper(forward: object) -> bool:
     return str(getattr(type(getattr(forward, "__self__", None)), "__module__", "")).startswith("echelon.")
+
+
+# Weights that the user changes by hand are found by version and address:
+#
+#     in place            weight.clamp_(…), load_state_dict, weight.data.clamp_(…)      its version is another
+#     other memory        weight.data = tensor                                          its address is another
+#
+# The model's weights are then what the user wrote. What the engine keeps beside them (flat shards, float32
+# masters, twins in host memory) takes the new values: masters those of elements that are others now.
+
+
+def needs_idle(plan: Plan) -> bool:
+    """Return whether anything beside the model's own parameters follows from their values."""
+    is_low = plan.precision not in ("fp32", "fp64")
+    return plan.ranks > 1 or is_low or bool(plan.offload) or not plan.flushes
+
+
+class _State(NamedTuple):
+    """Of each weight that is whole between steps."""
+
+    versions: list[int]
+    addresses: list[int]
+
+
+@final
+class WeightWatch:
+    """Compares the weights of this rank with what they were after the last step."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._forms = {name: (p.shape, p.dtype, p.device) for name, p in parameters.items()}
+        self.record()
+
+    def record(self) -> None:
+        """Take the weights of now for those that the engine has made. Those that come and go, or are on
+        their way, are their owners' to watch."""
+        self._whole = {n: p for n, p in self._parameters.items() if p.__class__ is not FreedParameter}
+        self._state = self._read()
+
+    def _read(self) -> _State:
+        weights = self._whole.values()
+        with torch._C.DisableTorchFunctionSubclass():  # some may have been freed since
+            return _State([p._version for p in weights], [p.data_ptr() for p in weights])
+
+    def changed(self) -> dict[str, nn.Parameter]:
+        """Return the weights that were changed since the last record, by name."""
+        now = self._read()
+        if now == self._state:
+            return {}
+        pairs = zip(zip(*now, strict=True), zip(*self._state, strict=True), self._whole.items(), strict=True)
+        return {name: p for new, old, (name, p) in pairs if new != old}
+
+    def check_forms(self, names: Iterable[str]) -> None:
+        """Refuse memory of another form."""
+        for name in names:
+            parameter = self._parameters[name]
+            form = (parameter.shape, parameter.dtype, parameter.device)
+            if form != self._forms[name]:
+                shape, dtype, device = self._forms[name]
+                raise UserError(
+                    f"{name} is {tuple(parameter.shape)} of {parameter.dtype} on {parameter.device} now, "
+                    f"and parallelize was given {tuple(shape)} of {dtype} on {device}; give it that form"
+                )
