@@ -9,7 +9,7 @@ from echelon.parallel.data import ShardGroups, packed_broadcast
 from echelon.parallel.data.gradient_sums import GradientSums
 from echelon.parallel.data.packed_broadcast import broadcast_packed
 from echelon.parallel.data.zero.flat import FlatUnit
-from echelon.update.precision.float32_gradients import as_float32, divide
+from echelon.update.precision.flat_memory import as_float32, divide
 from tests.peak_memory import PeakMemory
 
 MIB = 2**20

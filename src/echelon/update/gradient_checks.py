@@ -1,18 +1,21 @@
-"""Sparse gradients that no optimizer takes, refused by the embeddings that make them, before the first step.
+"""Gradients that an optimizer cannot take: sparse ones, refused before the first step or before an update.
 
 Replicas sum dense gradients. With a single one, gradients stay as a module made them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import raise_errors
+from echelon.errors import UserError, raise_errors
 from echelon.launching.group import check_on_every_rank
 from echelon.parallel.data import SingleReplica
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
+from echelon.update.optim.local import begin_like
+from echelon.update.optim.needs import inner_optimizers
 from echelon.update.optim.sum_optimizer import SumOptimizer
 
 
@@ -41,8 +44,11 @@ def check_sparse_gradients(
 def _errors(
     optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: bool, on_host: bool
 ) -> Iterator[str]:
-    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
-    refusing = [each for each in inside if needs_whole or on_host or isinstance(each, SumOptimizer)]
+    refusing = [
+        each
+        for each in inner_optimizers(optimizer)
+        if needs_whole or on_host or isinstance(each, SumOptimizer)
+    ]
     refused = {p for each in refusing for group in each.param_groups for p in group["params"]}
     other = "drop offload=optimizer" if on_host else "give it to SparseAdam"
     for sharing in local.sharings:
@@ -61,3 +67,42 @@ def _sparse_weights(local: LocalStages) -> list[Tensor]:
     modules = (inner for outer in local.modules for inner in outer.modules())
     tables = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return [table.weight for table in tables if table.sparse]
+
+
+def check_gradient(optimizer: torch.optim.Optimizer, name: str, updated: nn.Parameter, grad: Tensor) -> None:
+    """Raise if the optimizer cannot take `grad` for `updated`, which is (of) the parameter `name`."""
+    for each in inner_optimizers(optimizer):
+        for group in each.param_groups:
+            if any(parameter is updated for parameter in group["params"]):
+                _check(each, group, name, updated, grad)
+
+
+def _check(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], name: str, updated: nn.Parameter, grad: Tensor
+) -> None:
+    if isinstance(optimizer, SumOptimizer):
+        optimizer.check(updated, grad)
+    elif grad.is_sparse:  # all take dense ones
+        try:
+            _try_on_copy(optimizer, group, updated, grad)
+        except RuntimeError as error:
+            raise UserError(
+                f"optimizer {type(optimizer).__name__}: {name} has a sparse gradient, which it does not take "
+                f"({error}); set sparse=False in the embedding, or use torch.optim.SGD"
+            ) from error
+
+
+def _try_on_copy(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], updated: nn.Parameter, grad: Tensor
+) -> None:
+    """Let the optimizer update a copy, and forget it."""
+    copy = nn.Parameter(updated.detach().clone())
+    copy.grad = grad.to(copy.dtype, copy=True)
+    groups, state = optimizer.param_groups, optimizer.state
+    # What a fused kernel does not take is not left to it.
+    optimizer.param_groups = [group | {"params": [copy]} | ({"fused": None} if "fused" in group else {})]
+    optimizer.state = begin_like(state, copy, updated)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
