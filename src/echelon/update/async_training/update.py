@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.parallel.data import LocalSum, ParameterSet, Storages
-from echelon.parallel.data.buckets import Bucket, move_in
+from echelon.parallel.data.buckets import Bucket, move_in, weight_dtype
 from echelon.parallel.data.grad_accumulation import hook_gradient
-from echelon.parallel.data.grad_dtype import weight_dtype
 from echelon.parallel.data.sharing import whole_parameters
 from echelon.state.checkpoint import SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, whole_slice

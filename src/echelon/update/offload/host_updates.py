@@ -13,7 +13,7 @@ from echelon.errors import UserError
 from echelon.hardware import available_memory, usable_cores
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Sharing, Zero
-from echelon.parallel.data.zero.new_weights import NewWeights, ResidentWeights
+from echelon.parallel.data.zero.weight_access import NewWeights, ResidentWeights
 from echelon.parallel.expert import experts_of
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
