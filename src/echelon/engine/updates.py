@@ -10,7 +10,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_optimizer
 from echelon.engine.watch.optimizer import check_coupling
 from echelon.errors import UserError
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Sharing
 from echelon.parallel.layer_sharding import LayerSharding

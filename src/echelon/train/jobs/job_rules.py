@@ -16,7 +16,7 @@ from echelon.engine.auto import ranks_here
 from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError, did_you_mean
 from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
-from echelon.nn.dropout import key_dropout
+from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import AUTO, Plan
