@@ -27,7 +27,7 @@ from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import WeightChanges, frees_weights, keeps_changes, restored_weights
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
