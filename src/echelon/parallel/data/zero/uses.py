@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import UserError
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import Unit
 from echelon.parallel.data.zero.flat import FlatUnit
