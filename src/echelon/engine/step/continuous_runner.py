@@ -14,7 +14,7 @@ from echelon.errors import UserError
 from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch
 from echelon.program import Program, build
-from echelon.program.step_program import continuous_steps
+from echelon.program.build import continuous_steps
 from echelon.update.numbers import Number, StepNumbers
 from echelon.update.synchronous_update import SynchronousUpdate
 
