@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_loss
-from echelon.engine.audit.autocast_cache import without_autocast_cache
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, recording_of
 from echelon.engine.step.measuring import Measure, Measuring
@@ -24,15 +23,14 @@ from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Slot, Versions, Wire
 from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.side_effects import WeightChanges, frees_weights, without_autocast_cache
 from echelon.engine.step.upload import Upload, to_device
-from echelon.engine.step.weight_changes import ChangeRecord, WeightChanges, frees_weights, may_change_weights
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.recompute.selective import selective_of
-from echelon.nn.batch import Batch, cast, microbatches, num_samples, total_and_count
-from echelon.nn.dtypes import DTYPES
-from echelon.nn.inputs import shared_inputs, tensors_of
+from echelon.nn.batch import DTYPES, Batch, cast, microbatches, num_samples, shared_inputs, tensors_of
+from echelon.nn.losses import total_and_count
 from echelon.parallel.data import talks_in_forward
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.padding import LocalTargets
@@ -97,13 +95,11 @@ class StepRunner(ABC):
         self._measured: dict[nn.Parameter, Tensor] = {}  # gradients of a rehearsal, which are gone
         self.on_loss: Callable[[Tensor], None] | None = None  # sees the loss of each microbatch
         self.before_update: Callable[[], None] = lambda: None  # is called before weights change
-        self._change_records: list[ChangeRecord] = []
-        for stage in local.stages.values():
-            if not may_change_weights(plan):
-                stage.first_forward = WeightChanges(stage.module, plan)
-            elif not frees_weights(plan):
-                stage.first_forward = record = ChangeRecord(stage.module, plan)
-                self._change_records.append(record)
+        self._weight_changes: list[WeightChanges] = []
+        if not frees_weights(plan):
+            for stage in local.stages.values():
+                stage.first_forward = changes = WeightChanges(stage.module, plan)
+                self._weight_changes.append(changes)
         self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, self.wire, mesh.device, self._prepare())
 
