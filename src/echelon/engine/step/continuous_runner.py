@@ -14,7 +14,7 @@ from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.program import Program, build
-from echelon.program.step_program import continuous_steps
+from echelon.program.build import continuous_steps
 from echelon.update.numbers import Number, StepNumbers
 from echelon.update.synchronous_update import SynchronousUpdate
 

@@ -18,7 +18,7 @@ from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.parallel.stage import LocalStages
 from echelon.program import Program, without_update
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import StepNumbers
 
