@@ -216,7 +216,7 @@ def layers_of(model: Any, family: Family | Encoder) -> list[nn.Module]:
 
 
 def _inputs(trunk: Any, config: Any, family: Family, index: int) -> LayerInputs:
-    rotary, types = getattr(trunk, "rotary_emb", None), getattr(config, "layer_types", None)
+    rotary, types = getattr(trunk, "rotary_emb", None), getattr(config, "layer_types", ())
     has_window = family.window == "sliding_window" and config.sliding_window is not None
     if family.window == "layer_types":
         has_window = types[index] == "sliding_attention"
