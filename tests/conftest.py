@@ -9,7 +9,6 @@ import gc
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,11 +35,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Cases that take long and of which a cheaper one stays, or which other tests cover, beside those that are
-# marked in their files. Found with `pytest --durations=0`.
-_SLOW_CASES = frozenset((Path(__file__).parent / "slow_cases.txt").read_text(encoding="utf-8").splitlines())
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is there before the first test stays to the end: garbage collection need not look at it."""
@@ -54,10 +48,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Mark as slow the cases that `@pytest.mark.slow_cases(id, …)` names; each must exist."""
+    named: dict[str, set[str]] = {}
     for item in items:
-        if item.nodeid in _SLOW_CASES:
-            item.add_marker("slow")
+        for mark in item.iter_markers("slow_cases"):
+            function, _, case = item.nodeid.removesuffix("]").partition("[")
+            if case in mark.args:
+                item.add_marker("slow")
+            named.setdefault(function, set(mark.args)).discard(case)
+    unknown = {function: sorted(cases) for function, cases in named.items() if cases}
+    # Of a test chosen by its id, not every case is here.
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_cases names cases that do not exist: {unknown}")
 
 
 @pytest.fixture(autouse=True, scope="session")

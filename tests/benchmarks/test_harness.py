@@ -41,6 +41,7 @@ def gpus_shown() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+@pytest.mark.slow_cases("0-7", "8-7")
 @pytest.mark.parametrize(("gpus", "shown"), [(0, "7"), (1, ""), (2, "7"), (8, "7")])
 def test_ranks_do_not_share_a_gpu(gpus: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

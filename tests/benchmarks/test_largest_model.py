@@ -9,6 +9,7 @@ from echelon.engine import parallelize
 from tests.cases import adamw, mean_loss
 
 
+@pytest.mark.slow
 def test_small_models_train_with_weights_in_host_memory() -> None:
     result = run("largest-model", quick=True)
     assert [row.case for row in result.rows] == ["small", "small, half resident"]

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from benchmarks import memory_settings
 from echelon.launching import Ranks
 from echelon.plan import Plan
 
 
+@pytest.mark.slow
 def test_every_setting_is_measured_beside_the_plain_plan(warm_ranks: Callable[[int], Ranks]) -> None:
     chosen = [each for each in memory_settings.SETTINGS if Plan.parse(each.plan).ranks == 1]
     (measured,) = warm_ranks(1).run(memory_settings.measure, chosen, memory_settings._SMALL, 1)

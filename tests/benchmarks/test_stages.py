@@ -21,6 +21,7 @@ def train(schedule: str) -> tuple[list[float | None], list[float | None], int]:
     return list(echelon_losses), [peer(batch) for _ in range(6)], len(spans_of(engine))
 
 
+@pytest.mark.slow_cases("gpipe", "interleaved")
 @pytest.mark.parametrize("schedule", stages.PEERS)
 def test_torch_does_the_same_training(schedule: str, warm_ranks: Callable[[int], Ranks]) -> None:
     (echelon_losses, nothing, _), (same, torch_losses, instructions) = warm_ranks(2).run(train, schedule)

@@ -47,6 +47,7 @@ def test_rows_compare_each_split_with_torch_and_count_what_is_sent() -> None:
             assert extras == {"collectives_per_layer_count": 4, "sent_per_layer_bytes": 4 * stream}
 
 
+@pytest.mark.slow_cases("tensor=2 sequence=true-gpt", "tensor=2 sequence=true-llama", "tensor=2-gpt")
 @pytest.mark.parametrize("config", tensor._SMALL, ids=lambda config: config.family)
 @pytest.mark.parametrize("plan", PLANS)
 def test_torch_does_the_same_training(

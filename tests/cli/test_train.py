@@ -109,6 +109,7 @@ def test_any_stream_and_any_folder_name_will_do(tmp_path: Path) -> None:
     assert len(list(out.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
 def test_a_full_disk_ends_a_run_with_a_clear_error(tmp_path: Path) -> None:
     disk = tmp_path / "disk"

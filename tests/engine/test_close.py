@@ -61,6 +61,15 @@ def close_and_go_on(plan: str) -> tuple[bool, bool, bool, list[str]]:
     return is_whole, is_tied, is_clean, [name for name in names if not torch.isfinite(after[name]).all()]
 
 
+@pytest.mark.slow_cases(
+    "context=2-2",
+    "data=2 microbatches=2-2",
+    "data=2 pipeline=2 zero=3 microbatches=2-4",
+    "data=2 tensor=2 zero=1-4",
+    "data=2 zero=1-2",
+    "pipeline=2 microbatches=2-2",
+    "tensor=2 sequence=true-2",
+)
 @pytest.mark.parametrize(("plan", "ranks"), PLANS)
 def test_a_closed_engine_leaves_the_model_whole_for_another(warm_ranks: Warm, plan: str, ranks: int) -> None:
     for is_whole, is_tied, is_clean, not_finite in warm_ranks(ranks).run(close_and_go_on, plan):

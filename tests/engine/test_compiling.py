@@ -121,6 +121,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow_cases("data=2 zero=3", "pipeline=2 microbatches=2")
 @pytest.mark.parametrize("plan", FAST)
 def test_compiled_layers_with_dropout_are_equal_to_one_device(warm_ranks: Warm, plan: str) -> None:
     assert_equal(warm_ranks(2), GPT, plan)
@@ -167,6 +168,7 @@ def train_counting(case: Case, plan: str) -> tuple[TrainingResult, dict[str, int
     return result, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow_cases("tensor=2")
 @pytest.mark.parametrize("plan", ["tensor=2", pytest.param("tensor=2 sequence=true", marks=pytest.mark.slow)])
 def test_a_split_layer_with_dropout_is_one_graph(warm_ranks: Warm, plan: str) -> None:
     """The embedding, the blocks and the head, in training and in evaluation. Messages and masks are
@@ -198,6 +200,7 @@ def num_graphs(layers: list[int], precision: str) -> list[int]:
     return added
 
 
+@pytest.mark.slow_cases("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_layers_and_engines_share_what_is_compiled(warm_ranks: Warm, precision: str) -> None:
     first, *others = warm_ranks(1).run(num_graphs, [2, 2, 5], precision)[0]

@@ -101,6 +101,13 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "data=2 precision=fp64",
+    "data=2 zero=1 precision=fp64",
+    "data=2 zero=2 microbatches=2 precision=fp64",
+    "data=2 zero=3 precision=fp64",
+    "pipeline=2 schedule=pipedream microbatches=2 precision=fp64",
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_same_training_on_ranks(warm_ranks: Warm, plan: str) -> None:
     for agree, difference in warm_ranks(2).run(train_twice, plan):

@@ -71,6 +71,15 @@ def watch(engine: Engine, look: Callable[[], object]) -> None:
     inner._stepper.step, step = watched, inner._stepper.step
 
 
+@pytest.mark.slow_cases(
+    "offload=parameters microbatches=2 update=last-backward-0",
+    "offload=parameters microbatches=2 update=last-backward-2",
+    "offload=parameters recompute=full-0",
+    "offload=parameters recompute=full-1",
+    "offload=parameters update=backward-1",
+    "offload=parameters-1",
+    "offload=parameters-2",
+)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize(
     "plan",
@@ -137,6 +146,7 @@ def test_an_engine_gives_the_weights_of_one_device_back(resident_bytes: int) -> 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow_cases("backward-1000000000", "step-12288")
 @pytest.mark.parametrize("resident_bytes", [3 * UNIT, 10**9])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_resident_weights_that_the_host_updates_are_waited_for(update: str, resident_bytes: int) -> None:

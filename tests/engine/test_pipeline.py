@@ -45,6 +45,7 @@ def fingerprint(plan: str) -> list[bytes]:
     return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
 
 
+@pytest.mark.slow_cases("pipeline=2 data=2 microbatches=2 schedule=interleaved chunks=2 zero=2")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -80,6 +81,7 @@ def with_looks(plan: str) -> tuple[State, State, list[float], list[float]]:
     return looked, plain, evaluations, losses
 
 
+@pytest.mark.slow_cases("pipeline=2 data=2 zero=3 microbatches=2")
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3", "pipeline=2 data=2 zero=3 microbatches=2"])
 def test_looking_between_steps_changes_nothing(warm_ranks: Warm, plan: str) -> None:
     ranks = echelon.Plan.parse(plan).ranks
@@ -181,6 +183,7 @@ def sends_a_sparse_tensor() -> nn.Module:
     return nn.Sequential(Sends("sparse"), nn.Linear(6, 5))
 
 
+@pytest.mark.slow_cases("sends_a_set-returned a set, which cannot be sent .*; return tensors")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

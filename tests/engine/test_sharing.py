@@ -89,6 +89,7 @@ def train(
         return engine.full_state_dict(), engine.full_optimizer_state(), norms, repr(engine)
 
 
+@pytest.mark.slow_cases("0-gpt", "1-gpt", "2-gpt", "3-gpt")
 @pytest.mark.parametrize(
     ("level", "name"),
     [
@@ -165,6 +166,7 @@ def losses_of(plan: str, two: bool) -> list[float]:
         return [engine.step(engine.local(vectors(step))).loss for step in range(4)]
 
 
+@pytest.mark.slow_cases("1", "2")
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_sets_are_reduced_in_one_order_whichever_parameters_a_rank_uses(
     warm_ranks: Callable[[int], Ranks], level: int

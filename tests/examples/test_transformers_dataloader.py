@@ -54,6 +54,7 @@ def test_every_plan_trains_alike(
     check_folder(tmp_path)
 
 
+@pytest.mark.slow_cases("pipeline=2 microbatches=2")
 @pytest.mark.parametrize(
     "plan", [PLANS[2], *(pytest.param(p, marks=pytest.mark.slow) for p in PLANS if p != PLANS[2])]
 )

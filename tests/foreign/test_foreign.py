@@ -51,6 +51,7 @@ def check(name: str, plan: str, warm_ranks: Any) -> None:
         assert expected in refusal
 
 
+@pytest.mark.slow_cases("convnext-data=2", "gemma-data=2 zero=3", "phi3-tensor=2", "t5-data=2 zero=3")
 @pytest.mark.parametrize(("name", "plan"), ALWAYS)
 def test_ten_of_them_are_equal_or_refused(name: str, plan: str, warm_ranks: Any) -> None:
     check(name, plan, warm_ranks)

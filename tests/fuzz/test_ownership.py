@@ -110,6 +110,17 @@ class Normalized(torch.nn.Module):
         return output
 
 
+@pytest.mark.slow_cases(
+    "bf16-data=2 sync=async staleness=0",
+    "bf16-data=2 zero=3",
+    "bf16-data=2",
+    "bf16-data=4 zero=3 shard=2",
+    "fp16-data=2 sync=async staleness=0",
+    "fp16-data=2 zero=3",
+    "fp16-data=2",
+    "fp16-data=4 zero=3 shard=2",
+    "fp64-data=2 zero=3",
+)
 @pytest.mark.parametrize(
     "plan", ["data=2", "data=2 zero=3", "data=4 zero=3 shard=2", "data=2 sync=async staleness=0"]
 )

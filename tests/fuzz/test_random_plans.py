@@ -59,6 +59,7 @@ def attempts() -> Attempts:
     return []
 
 
+@pytest.mark.slow_cases("0.2", "2-all-reduce-4", "2_0", "2_1")
 @pytest.mark.parametrize("wish", FEW, ids=lambda wish: "-".join(map(str, wish.values())))
 def test_some_random_plans_are_equal_to_one_device(wish: Wish, runner: Runner) -> None:
     run(WISHES.index(wish), 1, runner, [])

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 SLOW_MODULE = """
@@ -16,6 +18,7 @@ is_whole = True
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_the_second_launch_start_with_the_training_modules() -> None:
     """Those of the first do not have them, so no rank imports them by itself."""
     done = subprocess.run(

@@ -54,6 +54,7 @@ def test_more_tensors_than_file_descriptors_come_back() -> None:
             assert [tensor[0].item() for tensor in received] == list(range(2000))
 
 
+@pytest.mark.slow_cases("raise-raised ValueError: the learning rate went for a walk")
 @pytest.mark.parametrize(
     ("way", "reason"),
     [

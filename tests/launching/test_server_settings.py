@@ -14,6 +14,7 @@ def hears(value: bool) -> dict[str, bool]:
     return {"hears Ctrl-C": value, "hears SIGTERM": value}
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_fork_server_end_in_every_process_that_it_forks() -> None:
     """multiprocessing has one fork server: the user's own processes ran without garbage collection too."""
     paths = os.pathsep.join([str(SCRIPT.parent), *sys.path])  # the fork server has the path of its start

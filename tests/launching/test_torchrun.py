@@ -50,6 +50,7 @@ def test_two_agents_on_loopback(tmp_path: Path) -> None:
     assert len(networks(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_two_machines_with_networks_of_their_own(tmp_path: Path, two_networks: list[list[str]]) -> None:
     run_agents(tmp_path, "10.213.77.1", prefixes=two_networks, interface="veth0")
     assert len(networks(tmp_path)) == 2

@@ -50,6 +50,7 @@ def test_every_preset_has_a_checked_size():
     assert set(presets()) == {*PUBLISHED, *ROUNDED, "gpt-tiny", "llama-tiny", "moe-tiny"}
 
 
+@pytest.mark.slow_cases("deepseek-moe-16b", "gpt-175b", "mixtral-8x7b")
 @pytest.mark.parametrize("name", ["gpt-175b", "llama3-405b", *ACTIVE])
 def test_the_largest_models_build_without_memory(name):
     start = time.process_time()
@@ -60,6 +61,7 @@ def test_the_largest_models_build_without_memory(name):
     assert sum(p.numel() for p in model.parameters()) == preset(name).num_parameters
 
 
+@pytest.mark.slow_cases("gpt-tiny", "llama-tiny")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", pytest.param("moe-tiny", marks=pytest.mark.slow)])
 def test_tiny_models_are_byte_models_that_learn(name):
     torch.manual_seed(0)

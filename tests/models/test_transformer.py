@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
@@ -104,6 +105,7 @@ def test_meta_model_filled_and_reset_equals_the_built_one(config):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow_cases("gpt-tied", "llama")
 def test_dropout_stands_after_embedding_attention_and_feed_forward(config, tokens):
     model = built(dataclasses.replace(config, dropout=0.3))
     dropping = {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}

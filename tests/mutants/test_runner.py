@@ -46,6 +46,7 @@ def toy_mutant(old: str, new: str) -> Mutant:
     return Mutant(f"{old} to {new}", "toy.py", old, new, ("tests/test_toy.py",))
 
 
+@pytest.mark.slow
 def test_outcomes(checkout: Path, runner: Runner) -> None:
     expected = {
         toy_mutant("return n + 1", "return n + 2"): FOUND,

@@ -127,6 +127,23 @@ def train_alone(ranks: int) -> Tensor:
     return result
 
 
+@pytest.mark.slow_cases(
+    "all-reduce-3",
+    "all-reduce-4",
+    "all-reduce-5",
+    "parameter-server-3",
+    "parameter-server-4",
+    "parameter-server-5",
+    "zero=1-3",
+    "zero=1-4",
+    "zero=1-5",
+    "zero=2-3",
+    "zero=2-4",
+    "zero=2-5",
+    "zero=3-3",
+    "zero=3-4",
+    "zero=3-5",
+)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SHARINGS)
 def test_replicas_agree(name: str, size: int) -> None:
@@ -136,6 +153,7 @@ def test_replicas_agree(name: str, size: int) -> None:
             torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.slow_cases("zero=1-6-2", "zero=1-6-3", "zero=2-6-2", "zero=2-6-3", "zero=3-6-2", "zero=3-6-3")
 @pytest.mark.parametrize(("size", "shard"), [(4, 2), (6, 3), (6, 2)])
 @pytest.mark.parametrize("name", ["zero=1", "zero=2", "zero=3"])
 def test_replicas_agree_in_groups(name: str, size: int, shard: int) -> None:

@@ -17,7 +17,7 @@ from echelon.nn.layering import listed_layers
 from echelon.nn.sequence import WHOLE, View
 from echelon.nn.targets import IGNORED_TARGET
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.hidden_padding import HiddenPadding, SplitOutput
+from echelon.parallel.padding import HiddenPadding, SplitOutput
 from echelon.parallel.sequence_checks import classes_not_causal
 from echelon.plan import Plan
 from echelon.verify import Case, assert_equal
@@ -143,6 +143,22 @@ def test_which_modules_are_causal() -> None:
     assert classes(*replaced) == ["Block"]
 
 
+@pytest.mark.slow_cases(
+    "bloom",
+    "deepseek_v2",
+    "deepseek_v3",
+    "falcon-groups",
+    "falcon",
+    "gemma2",
+    "gemma",
+    "gpt_neox",
+    "mistral",
+    "olmo2",
+    "olmo",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_families_of_transformers_are_causal(kind: str) -> None:
     model = make(kind)
@@ -217,6 +233,7 @@ def case_behind(first: Callable[[], nn.Module], batch: Any, loss: Any) -> Case:
     return Case(partial(model_behind, first), batch, loss, adamw, steps=3, options=options)
 
 
+@pytest.mark.slow_cases("tensor=2 sequence=true-8")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     ("plan", "length"),

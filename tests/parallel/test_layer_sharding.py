@@ -95,6 +95,7 @@ def untied() -> nn.Module:
     return build(ModelConfig("gpt", 2, 16, 4, vocab=VOCAB, sequence=SEQUENCE))
 
 
+@pytest.mark.slow_cases("token_loss")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize("loss", [cross_entropy, token_loss])
 def test_logits_that_are_whole_have_the_loss_of_one_device(loss: Any) -> None:

@@ -193,6 +193,11 @@ def case_of(model: str, length: int, steps: int = 4) -> Case:
     return replace(language_case(model, steps), make_batch=partial(cut, length, tokens))
 
 
+@pytest.mark.slow_cases(
+    "context=2 attention=all-to-all-dropping-15",
+    "context=2 tensor=2 sequence=true-llama-13",
+    "tensor=2 sequence=true-dropping-15",
+)
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     ("plan", "model", "length"),

@@ -29,6 +29,7 @@ def computations(program: Program) -> list[list[Instruction]]:
     return [[instruction for instruction in rank if instruction.op in COMPUTE] for rank in program.ranks]
 
 
+@pytest.mark.slow_cases("schedule=interleaved chunks=2 microbatches=2-program0-1")
 @pytest.mark.parametrize(
     ("text", "program", "batches"),
     [

@@ -26,6 +26,7 @@ from tests.cases import (
 )
 
 
+@pytest.mark.slow_cases("data=3 microbatches=2", "data=4")
 @pytest.mark.parametrize(
     "plan", ["data=1", "data=1 microbatches=3", "data=2", "data=3 microbatches=2", "data=4"]
 )
@@ -180,11 +181,13 @@ def break_evaluation(engine: Engine) -> None:
     engine.evaluate = lambda batch: evaluate(batch)._replace(loss=1.0)  # type: ignore[method-assign]
 
 
+@pytest.mark.slow_cases("change_the_state_of_rank_one", "forget_the_start")
 @pytest.mark.parametrize("bug", [change_the_state_of_rank_one, forget_the_start, break_evaluation])
 def test_other_bugs_are_found_too(bug: Callable[[Engine], None]) -> None:
     assert not verify(perceptron_case(steps=2), "data=2", inject_bug=bug).equal
 
 
+@pytest.mark.slow_cases("inf")
 @pytest.mark.parametrize("staleness", ["1", "inf"])
 def test_asynchronous_training_is_held_to_the_replay_of_its_log(staleness: str) -> None:
     verdict = assert_equal(perceptron_case(steps=8), f"data=3 sync=async staleness={staleness}")

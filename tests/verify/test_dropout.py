@@ -50,6 +50,19 @@ def case(make_model: Any = dropping_gpt, make_batch: Any = tokens, **changes: An
     return Case(make_model, make_batch, token_loss, **({"make_optimizer": adamw, "seed": 3} | changes))
 
 
+@pytest.mark.slow_cases(
+    "data=2 sync=parameter-server-dropping_gpt",
+    "data=2 zero=2 microbatches=3-Foreign",
+    "data=2 zero=2 microbatches=3-dropping_gpt",
+    "data=2-Foreign",
+    "data=2-dropping_gpt",
+    "data=3 microbatches=2-Foreign",
+    "data=3 microbatches=2-dropping_gpt",
+    "data=3 zero=3-Foreign",
+    "data=3 zero=3-dropping_gpt",
+    "microbatches=3-Foreign",
+    "microbatches=3-dropping_gpt",
+)
 @pytest.mark.parametrize("make_model", [dropping_gpt, Foreign])
 @pytest.mark.parametrize(
     "plan",
@@ -66,6 +79,7 @@ def test_plans_with_dropout_are_equal_to_one_device(make_model: Any, plan: str) 
     assert_equal(case(make_model, steps=6), plan)
 
 
+@pytest.mark.slow_cases("dropping_gpt")
 @pytest.mark.parametrize("make_model", [dropping_gpt, Foreign])
 def test_workers_in_rounds_are_equal_to_one_device_where_they_hold_as_many(make_model: Any) -> None:
     assert_equal(case(make_model, twelve, steps=6), "data=2 sync=async staleness=0 microbatches=2")
@@ -79,12 +93,14 @@ def untied_gpt() -> nn.Module:
     return build(dataclasses.replace(gpt().config, dropout=0.1, tied=False))
 
 
+@pytest.mark.slow_cases("pipedream")
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_the_formulas_of_pipelines_that_never_drain_have_the_same_masks(schedule: str) -> None:
     plan = f"pipeline=2 data=2 schedule={schedule} microbatches=3"
     assert_equal(case(untied_gpt, steps=4, clip=None), plan)
 
 
+@pytest.mark.slow
 def test_after_twenty_steps_too() -> None:
     assert assert_equal(case(), "data=2 microbatches=2").worst[1] < 1e-11
 
@@ -116,6 +132,7 @@ def test_without_dropout_wrong_places_do_not_matter() -> None:
     assert verify(case(gpt, steps=2), "data=2", inject_bug=count_from_zero).equal
 
 
+@pytest.mark.slow_cases("data=2 sync=async staleness=0 microbatches=3")
 @pytest.mark.parametrize("plan", ["data=2 microbatches=3", "data=2 sync=async staleness=0 microbatches=3"])
 def test_a_job_with_dropout_is_verified(plan: str) -> None:
     job = Job(plan=plan, model=ModelJob(dropout=0.1, layers=1, width=16, heads=2))

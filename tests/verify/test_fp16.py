@@ -42,6 +42,7 @@ def check(case: Case, plan: str, ranks: Ranks) -> LowPrecisionVerdict:
     return verdict
 
 
+@pytest.mark.slow_cases("data=2 sync=async staleness=1")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -86,6 +87,7 @@ DYNAMIC = {"loss_scale": DynamicScale(start=2.0**14, factor=4.0, interval=2)}
 STATIC = pytest.param({"loss_scale": 1024.0}, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow_cases("data=2 sync=async staleness=0-dynamic", "data=2 sync=parameter-server-dynamic")
 @pytest.mark.parametrize("options", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     "plan",

@@ -50,6 +50,15 @@ def test_a_bug_is_found_with_other_plans_too(
     assert not verdict.equal, str(verdict)
 
 
+@pytest.mark.slow_cases(
+    "data=2 zero=1-divide-twice",
+    "data=2 zero=1-skip-bucket",
+    "data=2 zero=3-divide-twice",
+    "data=2 zero=3-skip-bucket",
+    "data=2-divide-twice",
+    "data=4-divide-twice",
+    "data=4-skip-bucket",
+)
 @pytest.mark.parametrize("bug", ["divide-twice", "skip-bucket"])
 @pytest.mark.parametrize("plan", ["data=2", "data=4", "data=2 zero=1", "data=2 zero=3"])
 def test_an_injected_bug_is_found_and_its_parameter_named(bug: str, plan: str) -> None:

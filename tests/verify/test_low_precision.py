@@ -210,6 +210,11 @@ def gpt_case(**changes: object) -> Case:
     return Case(untied_gpt, tokens, token_loss, adamw, steps=4, **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_cases(
+    "data=2 sync=async staleness=1",
+    "data=2 zero=1 microbatches=2",
+    "pipeline=2 microbatches=2 schedule=pipedream",
+)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -260,6 +265,7 @@ def never_round(engine: Engine) -> None:
     engine._update.stepper.step = step_masters_only
 
 
+@pytest.mark.slow_cases("never_round", "step_twice")
 @pytest.mark.parametrize("bug", [step_twice, start_from_zero, never_round])
 def test_bugs_of_masters_are_found(bug: Callable[[Engine], None]) -> None:
     case = perceptron_case(steps=3, make_optimizer=sgd)
@@ -267,6 +273,7 @@ def test_bugs_of_masters_are_found(bug: Callable[[Engine], None]) -> None:
     assert not verdict.holds, str(verdict)
 
 
+@pytest.mark.slow_cases("divide-twice")
 @pytest.mark.parametrize("bug", ["divide-twice", "skip-bucket"])
 def test_bugs_of_gradients_are_found(bug: str) -> None:
     verdict = verify(gpt_case(), "data=2", precision="bf16", inject_bug=bug)

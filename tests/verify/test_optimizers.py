@@ -37,6 +37,7 @@ def case_of(model: str, optimizer: str, plan: str) -> Case:
     return replace(case, make_optimizer=partial(make, optimizer), clip=clip)
 
 
+@pytest.mark.slow_cases("gpt-tensor=2-adafactor", "gpt-tensor=2-sm3")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize("optimizer", SUMS)
 @pytest.mark.parametrize(("model", "plan"), [("perceptron", "data=3 zero=1"), ("gpt", "tensor=2")])

@@ -188,6 +188,13 @@ def run(plan: str, steps: int, drains: tuple[int, ...], scheduled: bool) -> Ran:
     return Ran(weights, losses, evaluations, rates)
 
 
+@pytest.mark.slow_cases(
+    "drains0-pipeline=3 schedule=pipedream microbatches=4",
+    "drains0-pipeline=4 schedule=pipedream-2bw microbatches=5",
+    "drains0-pipeline=4 schedule=pipedream-vertical microbatches=1",
+    "drains1-pipeline=3 schedule=pipedream microbatches=4",
+    "drains1-pipeline=4 schedule=pipedream-2bw microbatches=5",
+)
 @pytest.mark.parametrize("text", [PLANS[1], PLANS[4], PLANS[6]])
 @pytest.mark.parametrize("drains", [(), (1, 2, 6)])
 def test_an_evaluation_drains_and_training_goes_on_from_the_newest_weights(
@@ -203,6 +210,7 @@ def test_an_evaluation_drains_and_training_goes_on_from_the_newest_weights(
         assert hand.weights != pytest.approx(by_hand(plan, 9).weights, abs=1e-6)
 
 
+@pytest.mark.slow_cases("drains1-pipeline=3 schedule=pipedream microbatches=4")
 @pytest.mark.parametrize("text", [PLANS[1], PLANS[5]])
 @pytest.mark.parametrize("drains", [(), (1,)])
 def test_the_rate_of_an_update_is_that_of_the_step_whose_microbatch_it_is_of(
@@ -253,6 +261,7 @@ def count_twice(engine: Engine) -> None:
     engine._update.norm = lambda tally: norm(tally * 2)
 
 
+@pytest.mark.slow_cases("always_newest-pipedream-vertical", "overwrite-pipedream")
 @pytest.mark.parametrize(
     ("bug", "schedule"),
     [

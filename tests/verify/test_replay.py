@@ -115,6 +115,7 @@ def train_scheduled(staleness: str) -> Scheduled:
     return trained
 
 
+@pytest.mark.slow_cases("1-6", "inf-6")
 @pytest.mark.parametrize(("staleness", "updates"), [("0", STEPS), ("1", 2 * STEPS), ("inf", 2 * STEPS)])
 def test_asynchronous_updates_take_the_rate_of_their_version(staleness: str, updates: int) -> None:
     """A schedule that is one version off ends at another weight: it was not found once."""

@@ -49,7 +49,7 @@ from echelon.nn.batch import Batch, take_part
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.program import Span
 from echelon.state.assembly import Assembly
 from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
@@ -86,7 +86,7 @@ class Engine:
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
         self._meter = Meter(module, self._storages, mesh.host_storages)
-        continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
+        continuous = not mesh.plan.flushes
         scaling = update.loss_scaling
         smallest_scale = 1.0 if scaling is None else scaling.smallest
         self._counter = StepCounter(
@@ -98,9 +98,9 @@ class Engine:
             mesh, module, whole.names, local, layers.in_whole, update, self._counter, scopes.seed
         )
         kind = ContinuousRunner if continuous else FlushedRunner
-        carrier, audit = savers.carrier, whole.audit
+        offload, audit = savers.activation_offload, whole.audit
         balance = self._balance = make_balance(whole.gates, mesh, local, layers)
-        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, carrier, balance)
+        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, offload, balance)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies

@@ -20,8 +20,8 @@ from echelon.nn.huggingface import frequencies
 from echelon.nn.initialization import WeightSource
 from echelon.parallel.data import broadcast_packed
 from echelon.parallel.data.text_agreement import Difference, check_same_text
-from echelon.parallel.data.zero.idle import end_idle
 from echelon.parallel.data.zero.unit_agreement import describe
+from echelon.parallel.data.zero.weight_access import end_idle
 from echelon.plan import Plan
 
 

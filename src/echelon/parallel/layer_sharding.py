@@ -27,9 +27,8 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data import SharedGradient
 from echelon.parallel.expert import spread_experts
-from echelon.parallel.hidden_padding import HiddenPadding, SplitOutput
 from echelon.parallel.own_loss import OwnLoss
-from echelon.parallel.padding import LocalTargets, Padding, has_positions
+from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
 from echelon.parallel.sequence_checks import (
     check_gate_padding,

@@ -10,7 +10,7 @@ from echelon.errors import UserError
 from echelon.hardware import usable_cores
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Sharing, Zero
-from echelon.parallel.data.zero.new_weights import NewWeights, ResidentWeights
+from echelon.parallel.data.zero.weight_access import NewWeights, ResidentWeights
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter
@@ -51,7 +51,7 @@ def make_host_stepper(
         masters=masters,
         rounding=rounding,
         placements=placements,
-        standing={tensor: run for tensor, run in runs.items() if run is not None},
+        host_runs={tensor: run for tensor, run in runs.items() if run is not None},
         in_place=plan.delay == 0,
     )
     stepper = HostStepper(

@@ -14,6 +14,7 @@ def test_ranks_time_a_large_and_a_small_all_reduce(warm_ranks: Callable[[int], R
         assert trip.large > trip.small > 0
 
 
+@pytest.mark.slow_cases("error1")
 @pytest.mark.parametrize("error", [RankFailed(1, "was killed", "a traceback"), UserError("no ranks here")])
 def test_ranks_that_do_not_start_are_a_warning(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Ranks:

@@ -231,6 +231,7 @@ def closes_beside_the_dead(transport: str) -> None:
     raise PeerLost(f"closed in time: {in_time}, nothing left: {nothing_left}")
 
 
+@pytest.mark.slow_cases("auto")
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_mesh_closes_when_a_peer_is_dead(transport: str) -> None:
     with pytest.raises(RankFailed) as caught, Ranks(3, deadline=60.0) as ranks:

@@ -73,6 +73,7 @@ def creations(text: str, rank: int, *, bound: bool) -> Creations:
         return made._replace(count=c10d._world.group_count)
 
 
+@pytest.mark.slow_cases("data={} context=2 pipeline=2-True", "data={} tensor=2 pipeline=2-True")
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize(
     "text",

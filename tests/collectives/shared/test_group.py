@@ -94,11 +94,13 @@ def movements(direct: bool) -> None:
             check_movements(group, length, dtype)
 
 
+@pytest.mark.slow_cases("direct-2")
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_reductions(warm_ranks: Warm, size: int, direct: bool) -> None:
     warm_ranks(size).run(reductions, direct)
 
 
+@pytest.mark.slow_cases("direct-3", "direct-4", "staged-3", "staged-4")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_movements(warm_ranks: Warm, size: int, direct: bool) -> None:
     warm_ranks(size).run(movements, direct)
@@ -111,6 +113,7 @@ def eight_ranks(direct: bool) -> None:
         check_movements(group, length, torch.float32)
 
 
+@pytest.mark.slow_cases("staged")
 def test_eight_ranks(warm_ranks: Warm, direct: bool) -> None:
     warm_ranks(8).run(eight_ranks, direct)
 

@@ -424,6 +424,7 @@ def everything_at_once(seed: int, direct: bool) -> None:
             job.result(timeout=60)
 
 
+@pytest.mark.slow_cases("2-slots", "3-direct", "3-slots")
 @pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_threads_that_do_everything_at_once(warm_ranks: Warm, size: int, direct: bool) -> None:

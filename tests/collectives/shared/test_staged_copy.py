@@ -63,6 +63,18 @@ def watch_reads(monkeypatch: pytest.MonkeyPatch, links: list[SimulatedLink], slo
     monkeypatch.setattr(staged_copy, "_reduce", watched_reduce)
 
 
+@pytest.mark.slow_cases(
+    "all_gather-0-1048578",
+    "all_gather-1-1048578",
+    "all_reduce-1-1048578",
+    "all_reduce-2-1048578",
+    "broadcast-0-1048578",
+    "broadcast-1-1048578",
+    "broadcast-2-1048578",
+    "reduce_scatter-0-1048578",
+    "reduce_scatter-1-1048578",
+    "reduce_scatter-2-1048578",
+)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("slow", range(SIZE))
 @pytest.mark.parametrize("begin", [broadcast, all_gather, all_reduce, reduce_scatter])

@@ -75,6 +75,9 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "gpt-data=2 zero=1", "llama-data=2 tensor=2 zero=3", "llama-data=2 zero=3", "llama-tensor=2 pipeline=2"
+)
 @pytest.mark.parametrize(("plan", "ranks"), PLANS, ids=[plan for plan, _ in PLANS])
 def test_a_folder_comes_back_bit_by_bit(
     plan: str,

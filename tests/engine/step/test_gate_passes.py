@@ -95,6 +95,9 @@ def check_equal(plan: str, gate: Callable[[], Gate], kind: type[Net] = Net, **mo
         torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow_cases(
+    "False-gate1-data=1", "False-gate1-microbatches=2", "True-gate0-data=1", "True-gate0-microbatches=2"
+)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("gate", [balanced, partial(SigmoidGate, WIDTH, EXPERTS, 2, bias_rate=0.1)])
 @pytest.mark.parametrize("training", [True, False])
@@ -236,6 +239,7 @@ class Reentrant(Checkpointed):
 biased = partial(SigmoidGate, WIDTH, EXPERTS, 2, bias_rate=0.1)
 
 
+@pytest.mark.slow_cases("gate0-data=1", "gate1-microbatches=2")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("gate", [balanced, biased])
 def test_gates_that_also_run_in_the_backward_pass_count_once(plan: str, gate: Callable[[], Gate]) -> None:

@@ -118,6 +118,7 @@ def stepping_on_after_a_failure(call: str) -> None:
     getattr(engine, call)(vectors(1))
 
 
+@pytest.mark.slow_cases("evaluate")
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_a_step_after_a_failed_one_is_refused(call: str) -> None:
     with pytest.raises(UserError, match=r"an earlier step failed in the middle.*; start again"):

@@ -11,6 +11,7 @@ from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 NETWORKS = ["alexnet", "nin", "overfeat", "vgg16", "inception-v1", "resnet-50"]
 
 
+@pytest.mark.slow_cases("nin", "overfeat", "resnet-50")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_gradients_are_bit_identical(network: str) -> None:
     torch.manual_seed(0)
@@ -24,6 +25,7 @@ def test_gradients_are_bit_identical(network: str) -> None:
     assert saved_bytes(model, x) < saved_bytes(plain, x)
 
 
+@pytest.mark.slow_cases("inception-v1", "nin", "overfeat", "resnet-50")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_lossy_formats_keep_less_and_change_no_output(network: str) -> None:
     torch.manual_seed(0)

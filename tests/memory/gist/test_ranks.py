@@ -76,6 +76,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow_cases("-tensor=2 microbatches=2 sequence=true compress=gist-fp8")
 @pytest.mark.parametrize(
     ("case", "plan"),
     [*FAST, *(pytest.param(case, plan, marks=pytest.mark.slow) for case, plan in SLOW)],

@@ -104,6 +104,7 @@ def test_what_the_loss_saves_is_counted() -> None:
     assert 0.75 * budget < train(f"recompute=budget:{budget}", FACTORS, loss=wide_loss).peak <= budget
 
 
+@pytest.mark.slow_cases("sqrt")
 @pytest.mark.parametrize("recompute", ["full", "sqrt"])
 def test_no_more_is_recomputed_than_by_a_split_that_fits(recompute: str) -> None:
     uniform = train(f"recompute={recompute}", [4] * 16)
@@ -166,6 +167,7 @@ class Around(nn.Module):
         return self.head(x).tanh().exp().cos().sum(-1)
 
 
+@pytest.mark.slow_cases("microbatches=2 contiguous=true")
 @pytest.mark.parametrize("more", ["", "microbatches=2 contiguous=true"])
 def test_what_is_saved_around_layers_is_counted(more: str) -> None:
     """It was not, so that twice the budget was taken without an error."""

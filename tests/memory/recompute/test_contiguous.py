@@ -149,6 +149,7 @@ def test_steps_take_no_new_memory_for_gradients(warm_ranks: Warm, zero: int) -> 
         assert places[0] == places[1] == places[2]
 
 
+@pytest.mark.slow_cases("data=2 zero=2 recompute=full microbatches=2")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     "plan",

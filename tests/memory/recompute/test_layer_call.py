@@ -14,7 +14,7 @@ from echelon.memory.recompute import SecondRunCheck
 from echelon.nn.dropout import key_dropout, scope
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.power_iteration import iterated_modules, no_iteration
+from echelon.parallel.stage import iterated_modules, no_iteration
 from tests.memory.recompute.chains import assert_same, recompute, run_step, settings, train, vectors
 
 Make = Callable[[], nn.Sequential]
@@ -59,6 +59,7 @@ class OwnGenerator(Noise):
         return torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
+@pytest.mark.slow_cases("by_python", "dropout")
 @pytest.mark.parametrize("draw", [torch.rand_like, by_python, by_numpy, F.dropout])
 def test_random_numbers_are_replayed(draw: Callable[[Tensor], Tensor]) -> None:
     def make() -> nn.Sequential:

@@ -57,6 +57,13 @@ MORE = [
 ALL = [f"{plan} recompute={kind}" for plan in MORE for kind in ("full", "sqrt")]
 
 
+@pytest.mark.slow_cases(
+    "context=2 recompute=full",
+    "data=2 zero=3 recompute=sqrt",
+    "pipeline=2 microbatches=4 schedule=pipedream recompute=sqrt",
+    "tensor=2 microbatches=2 recompute=full",
+    "tensor=2 sequence=true recompute=sqrt",
+)
 @pytest.mark.parametrize(
     "plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in ALL if plan not in PLANS)]
 )
@@ -107,6 +114,7 @@ def share_of(layer: nn.Module) -> int:
     return -(-padded_bytes(layer) // 2 // 256) * 256
 
 
+@pytest.mark.slow_cases("0", "1")
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_a_unit_is_gathered_once_for_its_second_run_and_its_backward_pass(
     warm_ranks: Warm, prefetch: int

@@ -39,6 +39,7 @@ def blocks(number: int = 4) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(number)))
 
 
+@pytest.mark.slow_cases("sizes1", "sizes2", "sizes4")
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [2, 2], [4], [3], [1, 2]])
 def test_gradients_are_the_same_to_the_last_bit(sizes: list[int]) -> None:
     assert_same(train(blocks, sizes), train(blocks, []))
@@ -394,6 +395,7 @@ def test_gradients_of_gradients(sizes: list[int]) -> None:
     assert_same(train(blocks, sizes, step=step), train(blocks, [], step=step))
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_inside_of_a_layer(reentrant: bool) -> None:
     class Checkpointed(nn.Module):

@@ -66,6 +66,7 @@ def compare(compute: Callable[[], Tensor], module: nn.Module, **options: Any) ->
 # Models.
 
 
+@pytest.mark.slow_cases("config0-0.62-dtype1", "config1-0.5-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("config", "most"), [(GPT, 0.62), (LLAMA, 0.5)])
 def test_our_models(config: ModelConfig, most: float, dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ def test_a_block_keeps_at_most_60_percent(dtype: torch.dtype) -> None:
     assert 0.5 < share <= 0.6
 
 
+@pytest.mark.slow_cases("gpt2-0.7-eager", "llama-0.7-eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("kind", "most"), [("llama", 0.7), ("gpt2", 0.7)])
 def test_models_of_transformers(kind: str, most: float, attention: str) -> None:
@@ -113,6 +115,7 @@ def test_a_resnet(trains_norms: bool) -> None:
         assert all(torch.equal(*pair) for pair in zip(statistics[1], after, strict=True))
 
 
+@pytest.mark.slow_cases("config0-0.0", "config1-0.0", "config1-0.1")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("config", [GPT, LLAMA])
 def test_an_engine_trains_to_the_same_weights_from_fewer_bytes(config: ModelConfig, dropout: float) -> None:

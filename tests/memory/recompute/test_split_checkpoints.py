@@ -100,6 +100,7 @@ def test_equal_elements_say_nothing_about_later_calls(warm_ranks: Warm, is_own: 
         assert second_is_whole == is_own
 
 
+@pytest.mark.slow_cases("tensor=2 recompute=full")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     "plan",

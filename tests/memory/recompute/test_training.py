@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Make, str, int | None]] = {
 }
 
 
+@pytest.mark.slow_cases("llama", "transformers' gpt2", "transformers' llama")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_to_the_last_bit(name: str) -> None:
     make, plan, seed = CASES[name]
@@ -125,6 +126,7 @@ def test_activations_under_sqrt_grow_with_the_square_root_of_layers() -> None:
     assert math.log(peak_activations("", 64) / peak_activations("", 16), 4) > 0.9
 
 
+@pytest.mark.slow_cases("aot_eager")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("default")  # the compiler hides those of its own
 def test_compiled_layers_run_again_as_compiled_code(backend: str) -> None:

@@ -73,6 +73,7 @@ def test_names_and_bits_are_those_of_transformers(name, tmp_path):
     assert all(torch.equal(saved[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow_cases("gshard", "hierarchical", "noisy-top-k", "qwen3_moe")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_mixture_there_and_back(name, tokens, tmp_path):
     model = ours_of(MIXTURES[name]).eval()

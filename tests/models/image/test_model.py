@@ -37,6 +37,7 @@ def test_batch_norm_is_refused_with_microbatches() -> None:
         assert_equal(image_case("resnet-50", steps=1), "data=1 microbatches=2")
 
 
+@pytest.mark.slow_cases("resnet-50")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_initial_values_can_wait_for_memory(name: str) -> None:
     torch.manual_seed(3)
@@ -55,6 +56,7 @@ def test_a_deferred_network_has_no_memory() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.slow_cases("resnet-50")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_loss_is_that_of_chance_and_signals_neither_die_nor_grow(name: str) -> None:
     torch.manual_seed(0)

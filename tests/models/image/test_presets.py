@@ -16,6 +16,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow_cases("nin", "overfeat", "resnet-50")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_and_work_are_as_published(name: str) -> None:
     with torch.device("meta"):
@@ -32,6 +33,7 @@ def test_every_preset_has_a_checked_size_and_a_small_one() -> None:
     assert set(image_presets()) == {*PUBLISHED, *(f"{name}-tiny" for name in PUBLISHED)}
 
 
+@pytest.mark.slow_cases("nin", "overfeat", "resnet-50")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_small_networks_have_the_layers_of_the_large_ones(name: str) -> None:
     small, large = (image_preset(each) for each in (f"{name}-tiny", name))

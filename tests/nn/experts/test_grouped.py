@@ -72,6 +72,15 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow_cases(
+    "all dropped-tanh",
+    "dropped-tanh",
+    "empty experts-tanh",
+    "one expert-tanh",
+    "one token-tanh",
+    "spread-tanh",
+    "twice the same-tanh",
+)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", torch.tanh])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routed_experts_are_those_of_a_loop(routing: str, activation: Activation) -> None:

@@ -29,6 +29,22 @@ def errors_of(folder: Path, model: nn.Module) -> list[str]:
     return open_weights(folder, model).errors()
 
 
+@pytest.mark.slow_cases(
+    "bloom",
+    "deepseek_v2",
+    "falcon-groups",
+    "falcon",
+    "gemma2",
+    "gemma3",
+    "gemma",
+    "gpt_neox",
+    "mistral",
+    "olmo2",
+    "olmo",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_config_of_the_model_itself_fits(tmp_path: Path, kind: str) -> None:
     model: Any = make(kind)

@@ -74,6 +74,7 @@ def test_attention_of_bert_reads_only_the_rate_of_its_dropout() -> None:
     assert not draws_by_function(attention.output)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow_cases("t5-tensor=2")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     ("kind", "plan"),

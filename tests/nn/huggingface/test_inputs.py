@@ -80,6 +80,7 @@ def check(trained: dict[str, Any], padding: str) -> None:
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9, msg=f"{kind} {name}")
 
 
+@pytest.mark.slow_cases("data=2 zero=3-right")
 @pytest.mark.parametrize(
     ("plan", "padding"),
     [("pipeline=2 microbatches=2", "left"), ("tensor=2", "right"), ("data=2 zero=3", "right")],

@@ -24,6 +24,27 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow_cases(
+    "bloom-eager-False",
+    "deepseek_v2-eager-False",
+    "deepseek_v3-eager-False",
+    "falcon-alibi-eager-False",
+    "falcon-eager-False",
+    "falcon-groups-eager-False",
+    "gemma-eager-False",
+    "gemma2-eager-False",
+    "gemma3-eager-False",
+    "gpt2-eager-False",
+    "gpt_neox-eager-False",
+    "llama-eager-False",
+    "mistral-eager-False",
+    "mixtral-eager-False",
+    "olmo-eager-False",
+    "olmo2-eager-False",
+    "phi3-eager-False",
+    "qwen2-eager-False",
+    "qwen3-eager-False",
+)
 @pytest.mark.parametrize(("attention", "tied"), [("sdpa", True), ("sdpa", False), ("eager", False)])
 @pytest.mark.parametrize("kind", ALL)
 def test_the_layers_in_a_row_are_the_models_own_forward(kind: str, attention: str, tied: bool) -> None:

@@ -35,6 +35,7 @@ def prove(kind: str, plan: str, steps: int, **changes: Any) -> None:
     print(f"{verdict.worst[1]:.1e} {kind} {verdict.plan}")
 
 
+@pytest.mark.slow_cases("pipeline=2-llama", "tensor=2-gpt2")
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [
@@ -50,16 +51,19 @@ def test_each_axis_alone(kind: str, plan: str) -> None:
     prove(kind, plan, steps=20, **VOCABULARY)
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_all_axes_together(kind: str) -> None:
     prove(kind, "data=2 tensor=2 pipeline=2 zero=1 sequence=true microbatches=2", steps=6, **VOCABULARY)
 
 
+@pytest.mark.slow_cases("mistral", "mixtral", "qwen2", "qwen3")
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "mixtral"])
 def test_the_other_families(kind: str) -> None:
     prove(kind, "tensor=2 sequence=true", steps=4, **VOCABULARY)
 
 
+@pytest.mark.slow_cases("phi3")
 @pytest.mark.parametrize("kind", ["gemma2", "phi3", "falcon"])
 def test_attention_of_other_kinds(kind: str) -> None:
     """With a vocabulary that is padded: behind the head, Gemma's cap made the padding of logits finite."""
@@ -132,6 +136,7 @@ def checkpointing(kind: str, **changes: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases("gpt2", "llama")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_layers_that_are_computed_again(kind: str) -> None:
     """Their columns were computed together in one of the two passes, and one by one in the other."""

@@ -25,6 +25,11 @@ def prove(kind: str, plan: str, **changes: Any) -> None:
     print(f"{verdict.worst[1]:.1e} {kind} {verdict.plan}")
 
 
+@pytest.mark.slow_cases(
+    "gpt2-pipeline=2 data=2 microbatches=2",
+    "llama-data=2 zero=3",
+    "llama-pipeline=2 schedule=1f1b microbatches=2",
+)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
@@ -42,6 +47,7 @@ def test_training_is_equal_to_one_device(kind: str, plan: str) -> None:
     prove(kind, plan, steps=3, tie_word_embeddings=True)
 
 
+@pytest.mark.slow_cases("mistral", "mixtral", "qwen3")
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "mixtral"])
 def test_every_family_trains_in_stages(kind: str) -> None:
     prove(kind, PLANS[0], steps=2)

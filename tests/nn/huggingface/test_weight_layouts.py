@@ -60,6 +60,23 @@ def write(model: Any, folder: Path) -> None:
     write_folder(folder, entries, layout.joined(state.__getitem__), config_json(model, model.dtype), 5000)
 
 
+@pytest.mark.slow_cases(
+    "False-bloom",
+    "False-deepseek_v2",
+    "False-falcon-alibi",
+    "False-falcon-groups",
+    "False-gemma2",
+    "False-gemma3",
+    "False-gemma",
+    "False-gpt_neox",
+    "False-mistral",
+    "False-mixtral",
+    "False-olmo2",
+    "False-olmo",
+    "False-phi3",
+    "False-qwen2",
+    "False-qwen3",
+)
 @by_kind
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_transformers_saved_is_read_in_parts(tmp_path: Path, kind: str, is_tied: bool) -> None:
@@ -68,6 +85,24 @@ def test_what_transformers_saved_is_read_in_parts(tmp_path: Path, kind: str, is_
     assert_reads(tmp_path, model)
 
 
+@pytest.mark.slow_cases(
+    "False-bloom",
+    "False-deepseek_v2",
+    "False-falcon-alibi",
+    "False-falcon-groups",
+    "False-falcon",
+    "False-gemma2",
+    "False-gemma3",
+    "False-gemma",
+    "False-gpt_neox",
+    "False-mistral",
+    "False-mixtral",
+    "False-olmo2",
+    "False-olmo",
+    "False-phi3",
+    "False-qwen2",
+    "False-qwen3",
+)
 @by_kind
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_transformers_loads_what_was_written(tmp_path: Path, kind: str, is_tied: bool) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("warm_contract")
 Warm = Callable[[int], Ranks]
 
 
+@pytest.mark.slow_cases("data=3 microbatches=2", "data=4")
 @pytest.mark.parametrize("plan", ["data=2", "data=4", "data=3 microbatches=2"])
 def test_parameters_that_only_some_replicas_use(plan: str) -> None:
     case = Case(Branching, signed_vectors, mean_loss, adamw)

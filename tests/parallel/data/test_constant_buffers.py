@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
-from echelon.parallel.data import ShardGroups, packed_broadcast
-from echelon.parallel.data.gradient_sums import GradientSums
-from echelon.parallel.data.packed_broadcast import broadcast_packed
+from echelon.parallel.data import ShardGroups, buffers
+from echelon.parallel.data.buffers import broadcast_packed
 from echelon.parallel.data.zero.flat import FlatUnit
+from echelon.parallel.data.zero.gradient_sums import GradientSums
 from echelon.update.precision.float32_gradients import as_float32, divide
 from tests.peak_memory import PeakMemory
 
@@ -47,7 +47,7 @@ def test_the_weights_of_the_first_rank(millions: int) -> None:
 
 
 def test_a_tensor_larger_than_the_buffer_is_broadcast_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_broadcast, "BYTES_AT_ONCE", 4096)
+    monkeypatch.setattr(buffers, "BYTES_AT_ONCE", 4096)
     for tensor, extra in ((torch.zeros(8, 1024), 0), (torch.zeros(1024, 8).t(), 4096)):
         group = RecordingGroup("data", size=2)
         with PeakMemory(of_meta=True) as memory:
@@ -56,6 +56,7 @@ def test_a_tensor_larger_than_the_buffer_is_broadcast_in_pieces(monkeypatch: pyt
         assert [move.traffic.sent for move in group.ledger.moves] == [4096] * 8
 
 
+@pytest.mark.slow_cases("1000")
 @sizes
 def test_whole_gradients_that_are_on_their_way(millions: int) -> None:
     """Units of 1 million parameters: one is produced while another is summed."""

@@ -73,6 +73,17 @@ def one_by_one(step: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+@pytest.mark.slow_cases(
+    "Cut-pipeline=2 schedule=1f1b microbatches=4",
+    "Cut-pipeline=2 schedule=interleaved chunks=2 microbatches=4 data=2 zero=1",
+    "Cut-pipeline=2 schedule=zero-bubble microbatches=4",
+    "Wide-data=2 microbatches=4 sync=async staleness=0",
+    "Wide-data=2 microbatches=4 sync=parameter-server",
+    "Wide-data=2 microbatches=4 zero=1",
+    "Wide-data=2 microbatches=4 zero=2",
+    "Wide-data=2 microbatches=4",
+    "Wide-microbatches=4",
+)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -95,6 +106,7 @@ def test_trainings_are_equal_to_one_device(model: type[nn.Module], plan: str) ->
     assert_equal(Case(model, vectors, mean_loss, adamw, steps=3), plan)
 
 
+@pytest.mark.slow_cases("sync=async staleness=0", "sync=parameter-server", "zero=0")
 @pytest.mark.parametrize("sync", ["zero=0", "zero=1", "sync=parameter-server", "sync=async staleness=0"])
 @pytest.mark.usefixtures("warm_contract")
 def test_what_the_last_microbatch_leaves_out_keeps_its_gradient(sync: str) -> None:

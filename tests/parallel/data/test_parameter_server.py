@@ -34,6 +34,7 @@ Warm = Callable[[int], Ranks]
 PLAN = "sync=parameter-server"
 
 
+@pytest.mark.slow_cases("2-3", "3-1", "3-3", "4-1", "4-3")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_equal_to_one_device(ranks: int, microbatches: int) -> None:

@@ -74,6 +74,7 @@ def decayed(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-3}])
 
 
+@pytest.mark.slow_cases("decayed", "sgd")
 @pytest.mark.parametrize("make", [adamw, sgd, adafactor, decayed])
 def test_a_step_is_that_of_update_step_bit_for_bit(make: Make) -> None:
     """Also with a schedule, and where a parameter gets no gradient."""

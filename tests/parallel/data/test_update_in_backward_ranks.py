@@ -37,6 +37,9 @@ def case(model: str, **changes: Any) -> Case:
     )
 
 
+@pytest.mark.slow_cases(
+    "gpt-data=2 zero=3 microbatches=2 update=last-backward", "llama-tensor=2 sequence=true update=backward"
+)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

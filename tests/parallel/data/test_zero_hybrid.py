@@ -51,6 +51,7 @@ def test_all_groups_are_equal_to_one_device(
     check_equal(name, level, ranks, shard, microbatches)
 
 
+@pytest.mark.slow_cases("data=2 context=2 zero=3 shard=2")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -81,6 +82,7 @@ def test_replicas_of_a_stage_are_divided_into_groups(sizes: str) -> None:
     assert_equal(dataclasses.replace(CASES["llama"], steps=4), f"pipeline=4-2 shard=2 {sizes}")
 
 
+@pytest.mark.slow_cases("1", "2")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_after_a_step_that_failed_in_both_sums_the_next_is_right(warm_ranks: Warm, level: int) -> None:
     plan = f"data=4 zero={level} shard=2"

@@ -166,6 +166,14 @@ class Positions(nn.Module):
         return self.table[0]
 
 
+@pytest.mark.slow_cases(
+    "ChangesItsInput-2",
+    "ObjectsBetween-2",
+    "ReadsAfterwards-2",
+    "ReturnsItsWeight-2",
+    "Stray-2",
+    "TiedWithoutBias-2",
+)
 @LEVELS
 @pytest.mark.parametrize(
     "model",
@@ -319,6 +327,7 @@ def counted_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
 
 
+@pytest.mark.slow_cases("3")
 @LEVELS
 def test_a_replica_may_have_no_gradient_of_what_the_other_has(level: int) -> None:
     case = case_of(NoneForZeros, make_batch=first_half_counts, loss=counted_loss)

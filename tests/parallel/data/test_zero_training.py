@@ -33,6 +33,20 @@ MATRIX = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "encoder-1-3-1",
+    "encoder-2-4-3",
+    "gpt-1-3-1",
+    "gpt-2-4-3",
+    "llama-1-4-3",
+    "llama-3-2-1",
+    "lstm-1-2-3",
+    "lstm-2-3-1",
+    "lstm-3-4-1",
+    "resnet-2-2-3",
+    "resnet-3-3-3",
+    "twice-1-4-3",
+)
 @pytest.mark.parametrize(
     ("name", "level", "ranks", "microbatches"),
     [pytest.param(*each, marks=[pytest.mark.slow] if each[2] == 8 else []) for each in MATRIX],
@@ -42,6 +56,7 @@ def test_levels_are_equal_to_one_device(name: str, level: int, ranks: int, micro
     assert_equal(case, f"data={ranks} zero={level} microbatches={microbatches}")
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_any_prefetch_depth_is_equal(prefetch: int) -> None:
     assert_equal(dataclasses.replace(CASES["gpt"], options={"prefetch": prefetch}), "data=2 zero=3")
@@ -88,6 +103,7 @@ def most_units_whole(prefetch: int, microbatches: int) -> tuple[int, int, int]:
     return training, between, seen[0]
 
 
+@pytest.mark.slow_cases("0", "2")
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_at_most_prefetch_and_one_units_are_whole(warm_ranks: Warm, prefetch: int) -> None:
     for training, between, evaluation in warm_ranks(2).run(most_units_whole, prefetch, 2):
@@ -107,6 +123,7 @@ def moved(level: int) -> dict[tuple[str, str], int]:
     return {(str(r["operation"]), str(r["subject"])): int(r["sent"]) for r in rows if r["subject"] in wanted}
 
 
+@pytest.mark.slow_cases("1-1", "2-1", "3-2")
 @pytest.mark.parametrize(
     ("level", "gathers"),
     [(0, 0), (1, 1), (2, 1), (3, 2)],
@@ -208,6 +225,7 @@ def two_decays(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("level", [1, 3])
 def test_rules_over_shapes_see_whole_parameters(level: int) -> None:
     assert_equal(dataclasses.replace(CASES["gpt"], make_optimizer=two_decays), f"data=2 zero={level}")
@@ -219,6 +237,7 @@ def low_precision_losses(plan: str) -> list[float]:
     return [engine.step(engine.local(tokens(0))).loss for _ in range(30)]
 
 
+@pytest.mark.slow_cases("3")
 @pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.slow) for level in range(3)), 3])
 def test_bf16_with_masters_trains_like_fp32_at_every_level(warm_ranks: Warm, level: int) -> None:
     reference = low_precision_losses("precision=fp32")

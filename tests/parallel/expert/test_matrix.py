@@ -59,6 +59,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow_cases("data=4 expert=2 zero=3")
 @pytest.mark.parametrize("plan", [*FAST, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW)])
 def test_experts_over_ranks_are_equal_to_one_device(plan: str) -> None:
     case = experts_case(steps=5)

@@ -117,6 +117,12 @@ FEW_FLUSHED = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "pipeline=2 schedule=1f1b microbatches=4 data=2 zero=3",
+    "pipeline=2 schedule=naive microbatches=2",
+    "pipeline=3 schedule=gpipe microbatches=7",
+    "pipeline=3 schedule=zero-bubble microbatches=4",
+)
 @pytest.mark.parametrize("plan", FEW_FLUSHED)
 def test_some_flushed_pipelines(plan: str) -> None:
     prove(gpt_case(steps=3), plan)
@@ -126,6 +132,7 @@ def test_some_uneven_stages_that_share_out_their_state() -> None:
     prove(gpt_case(untied, steps=3), "pipeline=2-1 data=2 zero=2 microbatches=3")
 
 
+@pytest.mark.slow_cases("pipeline=3 schedule=pipedream-vertical microbatches=3")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -141,6 +148,7 @@ def test_some_pipelines_that_never_drain(plan: str) -> None:
     prove(asynchronous_case(steps=steps), plan)
 
 
+@pytest.mark.slow_cases("pipeline=2 schedule=interleaved chunks=3 microbatches=2")
 @pytest.mark.parametrize(
     "plan",
     [

@@ -212,12 +212,14 @@ def case(model: Make, make_batch: Any = batch, clip: float | None = 0.1) -> Case
     return Case(model, make_batch, loss, adamw, steps=5, clip=clip)
 
 
+@pytest.mark.slow_cases("2-1")
 @pytest.mark.parametrize("stages", ["2-1", "1-2"])
 def test_replicas_remember_forms_of_each_rank_apart(stages: str) -> None:
     """One side had learned a form from one replica and expected it of another."""
     assert_equal(case(four, changing), f"pipeline={stages} microbatches=2")
 
 
+@pytest.mark.slow_cases("1-2-file", "1-3-file", "1-3-naive")
 @pytest.mark.parametrize("order", ["naive", "file"])
 @pytest.mark.parametrize("stages", ["1-2", "1-3"])
 def test_replicas_that_work_one_after_the_other_do_not_wait_for_sums_of_gradients(
@@ -238,6 +240,7 @@ def test_nor_for_those_of_groups_that_shard() -> None:
     assert_equal(replace(case(eight), steps=2), plan)
 
 
+@pytest.mark.slow_cases("pipedream")
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_what_is_computed_again_uses_the_weights_of_its_forward(schedule: str) -> None:
     assert_equal(case(checkpointed, clip=None), f"pipeline=3 schedule={schedule} microbatches=3")
@@ -270,6 +273,13 @@ def test_the_norm_counts_a_tied_weight_that_the_counting_stage_does_not_use() ->
     assert_equal(case(UsedElsewhere), "data=2 pipeline=2")
 
 
+@pytest.mark.slow_cases(
+    "frozen_first_stage-0",
+    "frozen_first_stage-3",
+    "without_weights_in_a_stage-0",
+    "without_weights_in_a_stage-1",
+    "without_weights_in_a_stage-3",
+)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("model", [frozen_first_stage, without_weights_in_a_stage])
 def test_a_stage_may_have_nothing_to_train(model: Make, zero: int) -> None:

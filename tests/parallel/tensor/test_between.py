@@ -56,6 +56,7 @@ def case(p: float) -> Case:
     return Case(partial(blocks, p), hidden, cross_entropy, adamw, steps=3, options=options)
 
 
+@pytest.mark.slow_cases("tensor=2 context=2")
 @pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 context=2", "tensor=2 sequence=true"])
 def test_dropout_and_weights_between_a_column_and_a_row(plan: str) -> None:
     """'replicated' gave all ranks' features one mask, and PReLU the gradient of a rank's own features."""
@@ -143,6 +144,7 @@ def stopped() -> nn.Module:
     return nn.Sequential(Block(0.0), Stopping(0.0), nn.Linear(WIDTH, VOCAB))
 
 
+@pytest.mark.slow_cases("tensor=2 pipeline=2 microbatches=2")
 @pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true", "tensor=2 pipeline=2 microbatches=2"])
 def test_layers_without_a_gradient_are_left_alone(plan: str) -> None:
     assert_equal(dataclasses.replace(case(0.0), make_model=stopped), plan)
@@ -158,6 +160,7 @@ def stopped_gpt() -> nn.Module:
     return model
 
 
+@pytest.mark.slow_cases("tensor=2 context=2", "tensor=2 sequence=true")
 @pytest.mark.parametrize("plan", ["context=2", "tensor=2 sequence=true", "tensor=2 context=2"])
 def test_attention_without_a_gradient_is_left_alone(plan: str) -> None:
     """The ring made zeros of it, and weights were decayed."""

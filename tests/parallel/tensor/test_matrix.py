@@ -26,6 +26,7 @@ def prove(name: str, plan: str, steps: int = 20, clip: float | None = 1.0) -> No
     print(f"{verdict.worst[1]:.1e} {verdict.plan}")
 
 
+@pytest.mark.slow_cases("gpt-2-true")
 @pytest.mark.parametrize("sequence", ["false", "true"])
 @pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
@@ -39,6 +40,7 @@ def test_context_ranks_are_equal_to_one_device(model: str, context: int) -> None
     prove(model, f"context={context}")
 
 
+@pytest.mark.slow_cases("context=2")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -62,6 +64,7 @@ def test_ranks_that_attend_by_heads_are_equal_to_one_device(plan: str) -> None:
     prove("llama", f"{plan} attention=all-to-all", steps=8)
 
 
+@pytest.mark.slow_cases("tensor=2")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -75,6 +78,7 @@ def test_masks_of_dropout_do_not_depend_on_the_split(plan: str) -> None:
     prove("dropping", plan, steps=8)
 
 
+@pytest.mark.slow_cases("zero-bubble microbatches=3")
 @pytest.mark.parametrize(
     "schedule",
     [*(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES[:-1]), SCHEDULES[-1]],
@@ -97,6 +101,7 @@ def test_axes_compose(plan: str) -> None:
     prove("dropping", plan, steps=8)
 
 
+@pytest.mark.slow_cases("pipedream")
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -52,6 +52,11 @@ def all_logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return losses + logits.view(-1).square().mean()
 
 
+@pytest.mark.slow_cases(
+    "data=2 tensor=2 zero=3-True",
+    "tensor=2 pipeline=2 microbatches=2 schedule=zero-bubble-True",
+    "tensor=3 sequence=true-False",
+)
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     ("plan", "tied"),

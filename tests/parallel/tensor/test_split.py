@@ -213,6 +213,7 @@ def second_engine(plan: str) -> list[bool]:
     return [*equal, *(not is_wrapped(module) and not module._forward_pre_hooks for module in model.modules())]
 
 
+@pytest.mark.slow_cases("tensor=2 sequence=true")
 @pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true"])
 def test_a_second_engine_over_a_model_works(warm_ranks: Warm, plan: str) -> None:
     assert all(all(checks) for checks in warm_ranks(2).run(second_engine, plan))

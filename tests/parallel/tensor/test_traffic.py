@@ -39,6 +39,7 @@ def count_moves(family: str, plan: str) -> Counter[tuple[str, int]]:
     )
 
 
+@pytest.mark.slow_cases("4-gpt", "4-llama")
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_four_all_reduces_per_layer_and_step(warm_ranks: Warm, family: str, ranks: int) -> None:
@@ -47,6 +48,7 @@ def test_four_all_reduces_per_layer_and_step(warm_ranks: Warm, family: str, rank
         assert counts == {("all_reduce", HIDDEN): 4 * LAYERS + 2}
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_microbatches_move_the_same_in_parts(warm_ranks: Warm, family: str) -> None:
     for counts in warm_ranks(2).run(count_moves, family, "tensor=2 microbatches=2"):
@@ -103,6 +105,7 @@ def _count_saved(module: nn.Module, kept: Counter[str]) -> None:
     module.forward = watched
 
 
+@pytest.mark.slow_cases("2-llama", "4-gpt", "4-llama")
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_norms_and_dropouts_keep_a_part_of_their_activations(

@@ -74,6 +74,7 @@ def run_forked_ranks(folder: Path, *args: str) -> list[subprocess.CompletedProce
 WHO_IS_DONE_FIRST = pytest.mark.parametrize(("longest", "engine"), [(0, "kept"), (2, "let-go"), (2, "kept")])
 
 
+@pytest.mark.slow_cases("0-kept")
 @pytest.mark.parametrize(
     ("longest", "engine"), [(0, "kept"), pytest.param(2, "let-go", marks=pytest.mark.slow)]
 )
@@ -103,6 +104,7 @@ def keep_the_engine() -> None:
     kept[0].step(kept[0].local(vectors(0)))
 
 
+@pytest.mark.slow
 def test_launched_ranks_end_at_once_though_the_engine_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_process, "_STOP_SECONDS", 300.0)
     begin = time.perf_counter()
@@ -134,6 +136,7 @@ def lose_a_worker(rank: int) -> None:
         engine.step(engine.local(vectors(step)))
 
 
+@pytest.mark.slow_cases("0")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_dies_ends_the_run_and_is_named(rank: int) -> None:
     with pytest.raises(RankFailed, match=f"rank {rank} was killed by SIGKILL"):

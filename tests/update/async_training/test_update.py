@@ -38,6 +38,7 @@ from tests.update.async_training.training import (
 )
 
 
+@pytest.mark.slow_cases("data=3 microbatches=2", "data=4")
 @pytest.mark.parametrize("plan", ["data=1", "data=2", "data=3 microbatches=2", "data=4"])
 def test_without_staleness_it_is_bulk_synchronous(plan: str) -> None:
     assert_equal(perceptron_case(eleven_vectors), f"{plan} sync=async staleness=0")
@@ -48,6 +49,7 @@ def test_without_staleness_means_weigh_by_tokens_and_unused_parameters_rest() ->
     assert_equal(Case(Branching, signed_vectors, mean_loss, adamw), "data=2 sync=async staleness=0")
 
 
+@pytest.mark.slow_cases("0-2", "1-3", "2-4", "inf-2", "inf-4")
 @pytest.mark.parametrize(
     ("staleness", "ranks"), [("0", 2), ("1", 3), ("2", 2), ("2", 4), ("inf", 2), ("inf", 4)]
 )
@@ -61,6 +63,7 @@ def test_training_equals_the_replay_of_its_log(staleness: str, ranks: int) -> No
     ]
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_bound_holds_and_is_reached(staleness: int) -> None:
     """Before its step s the slowest waits until the others have made s + staleness + 1: all that they may."""
@@ -135,6 +138,7 @@ def uneven_numbers_of_steps(staleness: str) -> tuple[list[dict[str, Tensor]], li
     return seen, asynchronous(engine).log()
 
 
+@pytest.mark.slow_cases("0", "1")
 @pytest.mark.parametrize("staleness", ["0", "1", "inf"])
 def test_meetings_bring_the_newest_weights_to_all(staleness: str) -> None:
     (first, log), *others = echelon.launch(uneven_numbers_of_steps, 3, staleness, deadline=60.0)

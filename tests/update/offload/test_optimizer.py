@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine.engine import Engine
 from echelon.errors import UserError
-from echelon.parallel.data.zero.freed import FreedParameter
+from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import ENGINE
 from echelon.update.offload.host_ring import HostRing
 from echelon.update.offload.host_twins import HostTwins

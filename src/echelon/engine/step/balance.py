@@ -11,7 +11,7 @@ f is a forward pass that only records: the statistics pass, which costs one forw
 
 One all-reduce over all ranks brings the statistics of every gate, and what all losses counted, to everyone.
 Losses are divided by a normaliser n before the backward pass, and an update multiplies gradients by n / count
-(update/scaling.py). So the gradient of an auxiliary loss is multiplied by count / n, with the count that the
+(update/numbers.py). So the gradient of an auxiliary loss is multiplied by count / n, with the count that the
 forwards have found: it comes out as that of the loss itself, whatever was expected of the count, and with any
 loss scale, which is a part of n.
 """
@@ -31,7 +31,7 @@ from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.nn.experts import Gate, Recorder, recording
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.update.numbers import GateNumbers
 
 _LATE = (
@@ -93,7 +93,7 @@ class GateList:
 
     def check(self, plan: Plan) -> None:
         """Refuse gates that need sums over a global batch, where updates have none."""
-        if plan.sync != "async" and plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+        if plan.sync != "async" and plan.flushes:
             return
         choice = "sync=async" if plan.sync == "async" else f"schedule={plan.schedule}"
         whose = "each worker's own" if plan.sync == "async" else "each microbatch's own, at other weights"
@@ -329,7 +329,7 @@ def recording_of(balance: Balance | None, weight: int) -> AbstractContextManager
 def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> Balance | None:
     """None where there is no gate, or no step of which all ranks could add up anything."""
     plan = mesh.plan
-    if not gates.places or plan.sync == "async" or plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if not gates.places or plan.sync == "async" or not plan.flushes:
         return None
     return Balance(gates, mesh, local, layers)
 

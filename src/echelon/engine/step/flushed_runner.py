@@ -1,7 +1,6 @@
 """The step runner of schedules whose steps begin and end with an empty pipeline."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -9,13 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.model_checks import is_cut
 from echelon.engine.step.agreement import measure_gradient
 from echelon.engine.step.runtime import Microbatch
+from echelon.engine.step.side_effects import renormalises_any, without_side_effects
 from echelon.engine.step.step_runner import StepRunner
-from echelon.engine.step.untouched import untouched
-from echelon.engine.step.weight_changes import renormalises_any
-from echelon.engine.step.weight_hooks import WeightHooks
 from echelon.errors import UserError
 from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch, num_samples
@@ -57,7 +53,10 @@ class FlushedRunner(StepRunner):
         assert units is not None
         modules = [each for module in self._local.modules for each in module.modules()]
         try:
-            with untouched(self._local.modules, modules, self._mesh.device), units.rehearse(self._measure):
+            with (
+                without_side_effects(self._local.modules, modules, self._mesh.device),
+                units.rehearse(self._measure),
+            ):
                 numbers = self._train_step(batch, step)
         finally:
             self._measured.clear()
@@ -82,8 +81,7 @@ class FlushedRunner(StepRunner):
             feed = self._training_feed(batch, step, count_before)
             self._record_statistics(feed)
             script = self._script(("step", len(feed)), lambda: self._pass_program(len(feed)))
-            with self.first_step.watch():
-                self._run(script, feed)
+            self._run(script, feed)
             self._has_trained = True
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
@@ -114,7 +112,7 @@ class FlushedRunner(StepRunner):
             number: each._replace(look="statistics " + each.look, inputs=_copied(each.inputs))
             for number, each in feed.items()
         }
-        with torch.no_grad(), untouched(self._local.modules, modules, self._mesh.device):
+        with torch.no_grad(), without_side_effects(self._local.modules, modules, self._mesh.device):
             tally = self._run(self.forward_script(len(copies)), copies)
         self._balance.exchange(tally)
         for stage in self._local.stages.values():
@@ -124,7 +122,7 @@ class FlushedRunner(StepRunner):
     def updates_last(self) -> bool:
         # With delay=1 a step begins with the weights of the update before the last.
         is_update_last = self._update.units is None and not self._mesh.plan.delay
-        changes_weights = any(record.is_changed for record in self._change_records)
+        changes_weights = any(changes.is_changed for changes in self._weight_changes)
         return self._has_trained and is_update_last and not changes_weights and not self._renormalises
 
     def buffer_copies(self) -> list[Tensor]:
@@ -167,17 +165,6 @@ class FirstStepChecks:
         self._is_open = mesh.plan.sync != "async"  # asynchronous workers wait for nobody
         self.compares_buffers = True
         self.check_gates: Callable[[], None] = lambda: None  # raises if one was not recorded
-        trained = [pair for sharing in local.sharings for pair in sharing.parameter_set.trained]
-        self._hooks = WeightHooks(trained, mesh.plan)
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Around the passes of a step."""
-        if not self._is_open or not is_cut(self._mesh.plan):
-            yield
-            return
-        with self._hooks.watch():
-            yield
 
     def decide(self) -> None:
         """The gradients are there: raise on every rank what any has found."""
@@ -203,7 +190,6 @@ class FirstStepChecks:
         for sharing in self._local.sharings:
             sharing.end_watch()
         self._check_second_runs()
-        self._hooks.check()
         self.check_gates()
         if differing:
             raise UserError(

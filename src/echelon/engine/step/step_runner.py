@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_loss
-from echelon.engine.audit.autocast_cache import without_autocast_cache
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, recording_of
 from echelon.engine.step.measuring import Measure, Measuring
@@ -24,11 +23,11 @@ from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Slot, Versions, Wire
 from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.side_effects import WeightChanges, frees_weights, without_autocast_cache
 from echelon.engine.step.upload import Upload, to_device
-from echelon.engine.step.weight_changes import ChangeRecord, WeightChanges, frees_weights, may_change_weights
 from echelon.errors import UserError
 from echelon.memory import Meter
-from echelon.memory.activation_offload import Carrier
+from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.recompute.selective import selective_of
 from echelon.nn.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.nn.dtypes import DTYPES
@@ -37,7 +36,6 @@ from echelon.parallel.data import talks_in_forward
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.padding import LocalTargets
 from echelon.parallel.stage import LocalStages, Stage
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.program import (
     Instruction,
     Program,
@@ -48,8 +46,7 @@ from echelon.program import (
     forward_only,
     without_update,
 )
-from echelon.update.numbers import StepNumbers
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number, StepNumbers
 from echelon.update.update import Update
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
@@ -70,15 +67,15 @@ class StepRunner(ABC):
         layers: LayerSharding,
         meter: Meter,
         scopes: Scopes,
-        carrier: Carrier | None = None,
+        offload: ActivationOffload | None = None,
         balance: Balance | None = None,
     ) -> None:
         self._mesh, self._local, self._update = mesh, local, update
-        self._layers, self._meter, self._scopes, self._carrier = layers, meter, scopes, carrier
+        self._layers, self._meter, self._scopes, self._activation_offload = layers, meter, scopes, offload
         self._balance, self._records_gates = balance, True
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
-        self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
+        self._pipelined = local.program.stages > 1 or not plan.flushes
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
         talks = local.lockstep or any(map(talks_in_forward, local.modules)) or plan.expert > 1
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file
@@ -99,13 +96,11 @@ class StepRunner(ABC):
         self._measured: dict[nn.Parameter, Tensor] = {}  # gradients of a rehearsal, which are gone
         self.on_loss: Callable[[Tensor], None] | None = None  # sees the loss of each microbatch
         self.before_update: Callable[[], None] = lambda: None  # is called before weights change
-        self._change_records: list[ChangeRecord] = []
-        for stage in local.stages.values():
-            if not may_change_weights(plan):
-                stage.first_forward = WeightChanges(stage.module, plan)
-            elif not frees_weights(plan):
-                stage.first_forward = record = ChangeRecord(stage.module, plan)
-                self._change_records.append(record)
+        self._weight_changes: list[WeightChanges] = []
+        if not frees_weights(plan):
+            for stage in local.stages.values():
+                stage.first_forward = changes = WeightChanges(stage.module, plan)
+                self._weight_changes.append(changes)
         self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, self.wire, mesh.device, self._prepare())
 
@@ -222,8 +217,8 @@ class StepRunner(ABC):
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
-            if self._carrier is not None:
-                self._carrier.forget()
+            if self._activation_offload is not None:
+                self._activation_offload.forget()
             for stage in self._local.stages.values():
                 stage.abandon_pass()
             self.is_broken = self._pipelined or self._is_half_updated
@@ -345,22 +340,22 @@ class StepRunner(ABC):
 
     def _offload(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:
         """What the forward pass saves goes to host memory; what it is given stays."""
-        if self._carrier is None:
+        if self._activation_offload is None:
             return nullcontext()
-        standing = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
-        return self._carrier.passing(slot, [leaf for leaf in standing if isinstance(leaf, Tensor)])
+        resident = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
+        return self._activation_offload.passing(slot, [leaf for leaf in resident if isinstance(leaf, Tensor)])
 
     def store(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.store(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.store(slot)
 
     def fetch(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.fetch(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.fetch(slot)
 
     def set_aside(self, slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.set_aside(slot)
+        if self._activation_offload is not None:
+            self._activation_offload.pause_backward(slot)
 
     def start_backwards(self, tally: Tensor) -> None:
         if self._balance is not None and self._balance.is_early:

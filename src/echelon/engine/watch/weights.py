@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.parallel.data.zero.freed import FreedParameter
+from echelon.parallel.data.zero.weight_access import FreedParameter
 
 
 class _State(NamedTuple):

@@ -19,14 +19,13 @@ from echelon.parallel.tensor.modules import (
     PartlyWhole,
     Row,
     SplitModule,
+    SplitNorm,
     VocabularyEmbedding,
     is_matrix,
     num_outputs,
 )
-from echelon.parallel.tensor.norms import SplitNorm
 from echelon.parallel.tensor.regions import Region
-from echelon.parallel.tensor.shards import cuts
-from echelon.parallel.tensor.styles import Style, Styles, Table
+from echelon.parallel.tensor.styles import Style, Styles, Table, cuts
 from echelon.state.shards import Shard, part_of, replace_parameters
 
 _INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's part of the work

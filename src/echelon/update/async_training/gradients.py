@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.parallel.data import LocalSum, ParameterSet, Storages
-from echelon.parallel.data.buckets import Bucket, move_in
+from echelon.parallel.data.buckets import Bucket, move_in, weight_dtype
 from echelon.parallel.data.grad_accumulation import hook_gradient
-from echelon.parallel.data.grad_dtype import weight_dtype
 from echelon.parallel.data.sharing import whole_parameters
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.async_training.host import flat_buckets

@@ -71,6 +71,18 @@ def test_nor_does_a_longer_training(plan: str) -> None:
     check_training(plan, edges_of_mesh, length=2, lazy=True)
 
 
+@pytest.mark.slow_cases(
+    "{'waits_for_sends': False}-pipeline=3 microbatches=4 schedule=pipedream-2bw",
+    "{'waits_for_sends': False}-pipeline=4 microbatches=1 schedule=pipedream-vertical",
+    "{'waits_for_sends': False}-pipeline=4 microbatches=3 schedule=pipedream",
+    "{'waits_for_sends': False}-pipeline=4 microbatches=8 schedule=interleaved chunks=2",
+    "{'waits_for_sends': False}-pipeline=5 microbatches=6 schedule=1f1b",
+    "{'waits_for_sends': False}-pipeline=5 microbatches=6 schedule=naive",
+    "{'waits_for_sends': False}-pipeline=5 microbatches=6 schedule=zero-bubble",
+    "{}-pipeline=4 microbatches=8 schedule=interleaved chunks=2",
+    "{}-pipeline=5 microbatches=6 schedule=naive",
+    "{}-pipeline=5 microbatches=6 schedule=zero-bubble",
+)
 @pytest.mark.parametrize("plan", SEVERAL)
 @pytest.mark.parametrize("options", [{}, {"waits_for_sends": False}, {"lazy": True, "seed": 0}], ids=str)
 def test_nor_any_order_of_the_ranks(plan: str, options: dict[str, Any]) -> None:
@@ -78,6 +90,16 @@ def test_nor_any_order_of_the_ranks(plan: str, options: dict[str, Any]) -> None:
     check_training(plan, edges_of_mesh, **options)
 
 
+@pytest.mark.slow_cases(
+    "3-1f1b",
+    "3-pipedream-2bw",
+    "3-pipedream-vertical",
+    "3-pipedream",
+    "4-1f1b",
+    "4-pipedream-2bw",
+    "4-pipedream-vertical",
+    "4-pipedream",
+)
 @pytest.mark.parametrize("schedule", ["1f1b", *ASYNCHRONOUS_SCHEDULES])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_between_steps_every_device_comes_to_rest(schedule: str, stages: int) -> None:
@@ -88,6 +110,7 @@ def test_between_steps_every_device_comes_to_rest(schedule: str, stages: int) ->
         check_training(plan, edges_of_mesh, length=2, rests=True)
 
 
+@pytest.mark.slow_cases("15-1", "8-1")
 @pytest.mark.parametrize("pipeline", ["3-1", "8-1", "15-1", "2-1-2"])
 def test_stages_of_many_replicas_have_streams_enough(pipeline: str) -> None:
     """torch has 32 streams, which communicators take in turn."""
@@ -97,6 +120,13 @@ def test_stages_of_many_replicas_have_streams_enough(pipeline: str) -> None:
 # What this suite finds when earlier queues are put back.
 
 
+@pytest.mark.slow_cases(
+    "1f1b-passes1-deadlocks1",
+    "interleaved chunks=3-passes7-deadlocks7",
+    "naive-passes0-deadlocks0",
+    "pipedream-2bw-passes5-deadlocks5",
+    "pipedream-vertical-passes4-deadlocks4",
+)
 @pytest.mark.parametrize(
     ("schedule", "passes", "deadlocks"),
     [  # (stages, microbatches)
@@ -121,6 +151,7 @@ def test_one_queue_per_direction_deadlocks(
             check_training(plan, one_queue_per_direction)
 
 
+@pytest.mark.slow_cases("4-2", "8-1-1")
 @pytest.mark.parametrize(("pipeline", "streams"), [("2", 1), ("4", 2), ("3-1", 1), ("8-1", 1)])
 def test_communicators_that_share_streams_deadlock(
     monkeypatch: pytest.MonkeyPatch, pipeline: str, streams: int

@@ -177,6 +177,7 @@ def test_the_deeper_the_more_versions(warm_ranks: Warm) -> None:
     assert [most for most, _, _, _ in vertical] == [4, 4, 4, 4]
 
 
+@pytest.mark.slow_cases("6")
 @pytest.mark.parametrize("number", [4, 6])
 def test_two_buffers_are_two(warm_ranks: Warm, number: int) -> None:
     plan = f"pipeline=4 schedule=pipedream-2bw microbatches={number}"

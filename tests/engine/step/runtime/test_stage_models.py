@@ -36,6 +36,7 @@ def frozen_last() -> nn.Module:
     return frozen(2)
 
 
+@pytest.mark.slow_cases("frozen_last-data=2 sync=parameter-server", "frozen_middle-data=2 zero=2")
 @pytest.mark.parametrize(
     ("make", "plan"),
     [
@@ -120,6 +121,7 @@ def shared() -> nn.Module:
     return nn.Sequential(layer, Hidden(), layer, layer, nn.Linear(6, 5))
 
 
+@pytest.mark.slow_cases("pipeline=2-1", "pipeline=3")
 @pytest.mark.parametrize("plan", ["pipeline=3", "pipeline=2 schedule=zero-bubble", "pipeline=2-1"])
 def test_a_layer_in_several_stages_is_tied(plan: str) -> None:
     assert_equal(vector_case(shared), f"{plan} microbatches=3")
@@ -159,6 +161,7 @@ def with_step(step: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (inputs, torch.full((len(inputs),), step)), targets
 
 
+@pytest.mark.slow_cases("data=2 zero=1")
 @pytest.mark.parametrize("replicas", ["data=1", "data=2 zero=1"])
 def test_a_tied_weight_that_only_one_stage_uses_or_none(replicas: str) -> None:
     case = vector_case(sometimes_shared, make_batch=with_step, steps=6)
@@ -311,6 +314,15 @@ def stopped() -> nn.Sequential:
     return nn.Sequential(Hidden(), Hidden(), Stopping(), nn.Linear(WIDTH, 5))
 
 
+@pytest.mark.slow_cases(
+    " data=2 zero=1-gpipe",
+    " data=2 zero=1-pipedream-2bw",
+    " data=2 zero=1-pipedream",
+    " data=2 zero=1-zero-bubble",
+    "-1f1b",
+    "-gpipe",
+    "-pipedream-2bw",
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "pipedream", "pipedream-2bw"])
 @pytest.mark.parametrize("replicas", ["", " data=2 zero=1"])
 def test_layers_that_no_gradient_comes_to_are_left_alone(schedule: str, replicas: str) -> None:

@@ -83,6 +83,7 @@ def of_everything() -> nn.Module:
     return nn.Sequential(Unfold(), Mix(), Finish())
 
 
+@pytest.mark.slow_cases("schedule=1f1b microbatches=2 data=2 zero=2", "schedule=zero-bubble microbatches=5")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -116,6 +117,7 @@ def of_many_sizes(step: int) -> tuple[Tensor, Tensor]:
     return vectors(step, samples=(13, 15, 10, 16, 3, 13)[step])
 
 
+@pytest.mark.slow_cases("1-3")
 @pytest.mark.parametrize("pipeline", ["2", "1-3"])
 def test_batches_of_other_sizes(pipeline: str) -> None:
     case = vector_case(perceptron, make_batch=of_many_sizes, steps=6)
@@ -151,6 +153,11 @@ def choosing() -> nn.Module:
     return nn.Sequential(Hidden(), Choose(), Return(), nn.Linear(6, 5))  # cut in the middle
 
 
+@pytest.mark.slow_cases(
+    "pipeline=2 chunks=2 schedule=interleaved microbatches=4 data=2",
+    "pipeline=2 microbatches=6 schedule=gpipe",
+    "pipeline=2-1 microbatches=6",
+)
 @pytest.mark.parametrize(
     "plan",
     [
