@@ -21,8 +21,7 @@ from echelon.engine.step.upload import to_device
 from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.launching.group import decide_on_rank_0
-from echelon.nn.batch import Batch, cast, take_part
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES, Batch, cast, take_part
 from echelon.plan import AUTO, Plan
 from echelon.planner import partition, profile
 

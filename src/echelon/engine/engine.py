@@ -20,8 +20,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.audit_batch import GivenBatch
 from echelon.engine.audit.auditing import make_audit
-from echelon.engine.audit.drift_check import make_drift_check
-from echelon.engine.audit.gradient_audit import Parts
+from echelon.engine.audit.drift import make_drift_check
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.layer_wrapping import MemorySavers
 from echelon.engine.saving.checkpointing import Checkpointing
@@ -108,13 +107,12 @@ class Engine:
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
         inside = Inside()
         guard_outside(module, mesh, local, layers, wrapping, inside)
-        parts = Parts(module, mesh, local, update, self._runner, scopes, layers.in_whole, self._state.values)
-        self._audit = make_audit(audit, parts, layers)
+        self._audit = make_audit(audit, self._state, self._runner, scopes, layers)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
         self._search: NonfiniteSearch | None = None
         if rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
-            self._search = NonfiniteSearch(self._runner, mesh, local, module)
+            self._search = NonfiniteSearch(self._runner, self._state)
         self._is_closed, self._is_first = False, True
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
         self._watch = Watch(module, mesh, local, layers, update, inside)

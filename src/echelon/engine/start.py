@@ -15,8 +15,8 @@ from echelon.engine.saving.restore import mark_empty
 from echelon.engine.watch.aliases import check_aliases
 from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
-from echelon.nn.dtypes import DTYPES
-from echelon.nn.huggingface import frequencies
+from echelon.nn.batch import DTYPES
+from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization import WeightSource
 from echelon.parallel.data import broadcast_packed
 from echelon.parallel.data.text_agreement import Difference, check_same_text

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")

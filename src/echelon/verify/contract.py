@@ -21,7 +21,7 @@ from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.state.assembly import assemble
 from echelon.state.ownership import MASTER

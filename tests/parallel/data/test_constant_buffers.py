@@ -9,7 +9,7 @@ from echelon.parallel.data import ShardGroups, buffers
 from echelon.parallel.data.buffers import broadcast_packed
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.gradient_sums import GradientSums
-from echelon.update.precision.float32_gradients import as_float32, divide
+from echelon.update.precision.flat_memory import as_float32, divide
 from tests.peak_memory import PeakMemory
 
 MIB = 2**20

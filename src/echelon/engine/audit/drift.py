@@ -25,6 +25,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.audit.agreement import RankAgreement
 from echelon.errors import UserError
 from echelon.parallel.data import Sharing, Zero
+from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.update.numbers import HostCopy
 
@@ -139,6 +140,13 @@ class DriftCheck:
             f"which each must have the same copy: {compared.copies.cause}; fix that, and start again from a "
             "checkpoint of before; check_every=1 finds the step"
         )
+
+
+def make_drift_check(local: LocalStages, layers: LayerSharding, mesh: Mesh, check_every: int) -> DriftCheck:
+    """The check for drift, as a plan has it."""
+    sharded = layers.sharded
+    whole = [] if sharded is None else [*sharded.partial, *sharded.replicated]
+    return DriftCheck(find_copies(local, whole, mesh), mesh, check_every)
 
 
 def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh) -> list[Copies]:

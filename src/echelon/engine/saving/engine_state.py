@@ -68,6 +68,12 @@ class EngineState:
         self._first_marks = {name: _mark(buffer) for name, buffer in _temporary(module)}
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model and of this rank's stages, whose layers may be made on the fly."""
+        in_stages = [each for stage in self.local.modules for each in stage.modules()]
+        return list(dict.fromkeys([*self.module.modules(), *in_stages]))
+
+    @property
     def worker(self) -> int | None:
         """Which asynchronous worker this rank is of."""
         return self.mesh.position.replica if self.mesh.plan.sync == "async" else None

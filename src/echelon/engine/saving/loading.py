@@ -36,7 +36,8 @@ from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import SavedState, number_errors, numbers_of
 from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.layout import whole
-from echelon.update.optim.state_forms import inner_optimizers, state_forms
+from echelon.update.optim.needs import inner_optimizers
+from echelon.update.optim.optimizer_state import state_forms
 from echelon.update.update import Update
 
 

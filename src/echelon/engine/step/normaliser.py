@@ -26,8 +26,8 @@ from torch import Tensor
 
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.inputs import tensors_of
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.batch import tensors_of
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.update.numbers import Number
 
 
