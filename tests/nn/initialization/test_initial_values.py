@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.models import build
 from echelon.nn.initialization import InitialValues, deferred, is_deferred, named_tensors
-from echelon.nn.initialization.recording import recording
-from echelon.nn.initialization.tape import Tape
+from echelon.nn.initialization.tape import Tape, recording
 from echelon.state.ownership import Slice
 
 CPU = torch.device("cpu")
