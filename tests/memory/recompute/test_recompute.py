@@ -5,7 +5,7 @@ import pytest
 from echelon.memory.recompute import backward_follows
 from echelon.memory.recompute.recompute import divide
 from echelon.plan import Plan
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,42 @@
-"""Rules of the work: instructions belong to their rank, and computations stand once, after their needs."""
+"""Rules of a program: work stands once, on its rank, after its needs; messages match; no rank waits forever.
 
-from collections.abc import Iterator, Sequence
+A copy to host memory stands between a forward and its backward: `F0 S0 … T0 B0`, `F0 S0 … T0 I0 … T0 W0`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, SENDS, Instruction, Op, Program
-from echelon.program.readiness import GRADIENT, Need, counterpart, needs
-from echelon.program.rules.error import ProgramError, word
+from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, Need, counterpart, needs, partners, walk
+from echelon.program.text import show_instruction
 
-_MOST_NAMED = 5  # missing computations of one stage
+
+@dataclass(frozen=True)
+class ProgramError:
+    """An error on a rank, at an index of its list (None: an instruction is missing), and the reason."""
+
+    rank: int
+    index: int | None
+    reason: str
+
+    def sentence(self, program: Program, lines: Mapping[int, int]) -> str:
+        """The error as the user reads it. `lines` has the line of each rank, if they are from a file."""
+        line = f"line {lines[self.rank]}, " if self.rank in lines else ""
+        where = f"{line}rank {self.rank}"
+        if self.index is not None:
+            where += f", {word(program, self.rank, program.ranks[self.rank][self.index])}"
+        return f"{where}: {self.reason}"
+
+
+def word(program: Program, rank: int, instruction: Instruction) -> str:
+    """An instruction as it is written on the line of `rank`."""
+    return show_instruction(instruction, program.stages_of(rank))
+
+
+_MOST_NAMED = 5  # ranks, or missing computations of one stage, in one error
 _TRANSFERS = SENDS | RECEIVES
 _HAS_MICROBATCH = COMPUTE | COPIES | _TRANSFERS
 
@@ -198,3 +226,128 @@ def _index_of_forward(program: Program, rank: int, stage: int, microbatch: int) 
     forward = (Op.FORWARD, stage, microbatch)
     listed = (index for index, instruction in enumerate(program.ranks[rank]) if instruction[:3] == forward)
     return next(listed, None)
+
+
+_Slot = tuple[int, int | None]  # stage, microbatch
+
+
+def find_copy_errors(program: Program) -> Iterator[ProgramError]:
+    """What is stored is fetched before each part of its backward, and not behind it."""
+    for rank, instructions in enumerate(program.ranks):
+        if any(instruction.op in COPIES for instruction in instructions):
+            yield from _copies_of(program, rank, instructions)
+
+
+def _copies_of(program: Program, rank: int, instructions: Sequence[Instruction]) -> Iterator[ProgramError]:
+    stored: dict[_Slot, int] = {}  # where its S stands
+    away: set[_Slot] = set()
+    begun: set[_Slot] = set()  # of which the backward has begun
+    gone: set[_Slot] = set()  # of which it is over
+    for index, instruction in enumerate(instructions):
+        op, stage, microbatch, _, _ = instruction
+        slot = stage, microbatch
+        if op is Op.STORE:
+            stored[slot] = index
+            away.add(slot)
+        if op in COPIES and slot in (begun if op is Op.STORE else gone):
+            away.discard(slot)
+            yield ProgramError(rank, index, "its backward stands before it: nothing is left to copy")
+        elif op is Op.FETCH:
+            away.discard(slot)
+        elif op in BACKWARDS:
+            if slot in away:
+                fetch = word(program, rank, instruction._replace(op=Op.FETCH, version=None))
+                reason = f"what its forward saved is in host memory: put {fetch} before it"
+                yield ProgramError(rank, index, reason)
+                away.discard(slot)
+            begun.add(slot)
+            if op is not Op.BACKWARD_INPUT:
+                gone.add(slot)
+            elif slot in stored:
+                away.add(slot)
+    for slot, index in stored.items():
+        if slot in away and slot not in begun:
+            yield ProgramError(rank, index, "is never fetched: put its T before the backward")
+
+
+Receives = list[tuple[int, Instruction]]  # of a channel, each with the index of the receive or of its send
+
+
+def find_unmatched_transfers(program: Program) -> Iterator[ProgramError]:
+    """On each channel from rank to rank the receives match the sends, in their order."""
+    sends: dict[Channel, list[int]] = {}
+    receives: dict[Channel, list[int]] = {}
+    for rank, instructions in enumerate(program.ranks):
+        for index, (op, _, _, peer, _) in enumerate(instructions):
+            if peer is not None:  # only transfers have one, or `find_misplaced` would have reported it
+                indexes, channel = (sends, (rank, peer)) if op in SENDS else (receives, (peer, rank))
+                indexes.setdefault(channel, []).append(index)
+    for channel in sorted(sends.keys() | receives.keys()):
+        sender, receiver = channel
+        sent = [
+            (index, counterpart(sender, program.ranks[sender][index])) for index in sends.get(channel, [])
+        ]
+        received = [(index, program.ranks[receiver][index]) for index in receives.get(channel, [])]
+        if [receive for _, receive in sent] != [receive for _, receive in received]:
+            yield from _unmatched_on(program, channel, sent, received)
+
+
+def _unmatched_on(
+    program: Program, channel: Channel, sent: Receives, received: Receives
+) -> Iterator[ProgramError]:
+    sender, receiver = channel
+    surplus = Counter(receive for _, receive in sent)
+    surplus.subtract(receive for _, receive in received)
+    if not any(surplus.values()):
+        yield from _wrong_order(program, channel, sent, received)
+    for index, receive in sent:
+        if surplus[receive] > 0:
+            surplus[receive] -= 1
+            missing = word(program, receiver, receive)
+            yield ProgramError(sender, index, f"rank {receiver} never receives it: it has no {missing}")
+    for index, receive in received:
+        if surplus[receive] < 0:
+            surplus[receive] += 1
+            missing = word(program, sender, counterpart(receiver, receive))
+            yield ProgramError(receiver, index, f"rank {sender} never sends it: it has no {missing}")
+
+
+def _wrong_order(
+    program: Program, channel: Channel, sent: Receives, received: Receives
+) -> Iterator[ProgramError]:
+    """Only the first receive that differs: the later ones follow from it."""
+    sender, receiver = channel
+    for number, ((_, expected), (index, receive)) in enumerate(zip(sent, received, strict=True), 1):
+        if expected != receive:
+            send = word(program, sender, counterpart(receiver, expected))
+            reason = f"receives the wrong message: message {number} from rank {sender} is that of {send}"
+            yield ProgramError(receiver, index, f"{reason}; receive in the order of the sends")
+            return
+
+
+def find_deadlocks(program: Program) -> Iterator[ProgramError]:
+    """All ranks come to the end, whatever the instructions cost."""
+    reached = Counter(rank for rank, _, _ in walk(program))
+    stuck = {rank: reached[rank] for rank, work in enumerate(program.ranks) if reached[rank] < len(work)}
+    for rank, index in stuck.items():
+        instruction = program.ranks[rank][index]
+        if instruction.peer is not None:
+            others = [instruction.peer]
+            awaited = word(program, instruction.peer, counterpart(rank, instruction))
+        else:
+            others = sorted(partners(program, instruction.op, instruction.stage) - {rank})
+            of = f"stage {instruction.stage}" if instruction.op is Op.REDUCE else "every rank"
+            awaited = f"{instruction.op.value} of {of}"
+        reason = f"deadlock: waits for {awaited}; {_whereabouts(program, others, stuck)}"
+        yield ProgramError(rank, index, reason)
+
+
+def _whereabouts(program: Program, ranks: Sequence[int], stuck: dict[int, int]) -> str:
+    sentences = [
+        f"rank {rank} waits at {word(program, rank, program.ranks[rank][stuck[rank]])}"
+        if rank in stuck
+        else f"rank {rank} has ended"
+        for rank in ranks[:_MOST_NAMED]
+    ]
+    more = [f"and {len(ranks) - _MOST_NAMED} more"] if len(ranks) > _MOST_NAMED else []
+    return ", ".join([*sentences, *more])

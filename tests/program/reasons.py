@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from echelon.program import Program
-from echelon.program.rules import ProgramError, find_errors
+from echelon.program.check import find_errors
+from echelon.program.rules import ProgramError
 from tests.program.cases import program_of
 
 END = "REDUCE NORM UPDATE PUBLISH"
