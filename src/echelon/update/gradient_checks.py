@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError, raise_errors
-from echelon.launching.group import check_on_every_rank
 from echelon.parallel.data import SingleReplica
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.parallel.data import Problem, squared_norm
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint import SavedParameter, SavedState, numbers_of

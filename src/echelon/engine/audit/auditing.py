@@ -15,9 +15,9 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode, held
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import GivenBatch, sample_traits, union
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm

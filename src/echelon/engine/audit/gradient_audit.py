@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from echelon.engine.audit.agreement import RankAgreement
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.audit.diagnosis import explain
 from echelon.engine.audit.gradient_comparison import (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.engine.audit.agreement import RankAgreement
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.flushed_runner import FlushedRunner
 from echelon.engine.step.side_effects import as_checks, without_side_effects

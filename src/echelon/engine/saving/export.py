@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError, raise_errors
-from echelon.launching.group import check_on_every_rank
 from echelon.launching.watch.pulse import beat
 from echelon.nn.huggingface import config_json, weight_layout
 from echelon.nn.huggingface.modules import is_pretrained
