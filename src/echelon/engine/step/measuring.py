@@ -7,8 +7,7 @@ that of the whole batch at once, whatever the plan.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from echelon.collectives import Group
 from echelon.errors import UserError
 from echelon.parallel.data.text_agreement import gather_texts
+from echelon.parallel.observer import LossPass, StepObserver
 from echelon.plan import Plan
 
 Measure = Callable[[Any, Any], Any]
@@ -25,29 +25,19 @@ _UNNAMED = ""  # the name of a measure that is no dict
 
 
 @final
-class Measuring:
+class Measuring(StepObserver):
     """Adds up a measure over the microbatches whose loss this rank computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Measure | None) -> None:
         self.sums: dict[str, Tensor] = {}  # (total, count) by name
-        self._measure: Measure | None = None
+        self._measure = measure
 
-    @contextmanager
-    def using(self, measure: Measure | None) -> Iterator[None]:
-        """Inside, `add` measures; `sums` begin at 0."""
-        self.sums, self._measure = {}, measure
-        try:
-            yield
-        finally:
-            self._measure = None
-
-    def add(self, output: Any, targets: Any, num_samples: int, *, counts: bool) -> None:
-        """Of one microbatch of so many samples; one that only fills up does not count."""
-        if self._measure is None or not counts:
+    def after_loss(self, loss: LossPass) -> None:
+        if self._measure is None or not loss.counts:  # a microbatch that only fills up does not count
             return
-        measured = self._measure(output, targets)
+        measured = self._measure(loss.output, loss.targets)
         for name, value in (measured if isinstance(measured, Mapping) else {_UNNAMED: measured}).items():
-            total, count = _pair(name, value, num_samples)
+            total, count = _pair(name, value, loss.num_samples)
             pair = torch.stack([total, count.to(total.device)])
             self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 

@@ -4,8 +4,8 @@ On one device such a change is made once per step, from the whole batch. Ranks a
 of it would make others, each its own.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 import torch
@@ -14,6 +14,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
+from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.stage import LocalStages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 
 
@@ -112,6 +114,32 @@ class ChangeRecord:
         before = self._changes.states()
         yield
         self.is_changed = self._changes.states() != before
+
+
+@final
+class FirstForward(StepObserver):
+    """Compares the weights of each stage before and after its first forward pass in training."""
+
+    def __init__(self, local: LocalStages, plan: Plan) -> None:
+        self._unseen: dict[int, Callable[[], AbstractContextManager[None]]] = {}
+        self._records: list[ChangeRecord] = []
+        for number, stage in local.stages.items():
+            if not may_change_weights(plan):
+                self._unseen[number] = WeightChanges(stage.module, plan)
+            elif not frees_weights(plan):
+                self._unseen[number] = record = ChangeRecord(stage.module, plan)
+                self._records.append(record)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a forward pass that may change weights did."""
+        return any(record.is_changed for record in self._records)
+
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        if not self._unseen or not torch.is_grad_enabled():
+            return None
+        check = self._unseen.pop(forward.slot[0], None)
+        return None if check is None else check()
 
 
 def renormalises_any(stage: nn.Module) -> bool:

@@ -171,7 +171,7 @@ class RankTraining:
 
 def microbatch(k: int, purpose: str) -> Microbatch:
     inputs = torch.full((1,), input_of(k), dtype=torch.float64)
-    return Microbatch(inputs, target_of(k), weight=1, look=purpose)
+    return Microbatch(inputs, target_of(k), weight=1, form=purpose)
 
 
 def flushed_runs(plan: Plan, steps: int) -> list[Run]:

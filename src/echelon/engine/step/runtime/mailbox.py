@@ -125,7 +125,7 @@ class Mailbox:
         return instruction.stage - 1, self._look(instruction)
 
     def _look(self, instruction: Instruction) -> str:
-        return self._feed[microbatch_of(instruction)].look
+        return self._feed[microbatch_of(instruction)].form
 
 
 def _content_of(instruction: Instruction) -> str:

@@ -21,14 +21,14 @@ class MicrobatchLoss(NamedTuple):
 class Microbatch(NamedTuple):
     """One microbatch as a stage may need it.
 
-    `look` says what its inputs look like, the same on all ranks; `scope` opens its place in the training;
+    `form` names the shapes and types of its inputs, the same on all ranks; `scope` opens its place in the training;
     `normaliser` knows the counts of all losses of its step, which are multiplied by `loss_scale`.
     """
 
     inputs: Any
     targets: Any
     weight: int
-    look: str
+    form: str
     scope: Callable[[], AbstractContextManager[None]] = nullcontext
     normaliser: Any = None
     loss_scale: Number = 1.0
