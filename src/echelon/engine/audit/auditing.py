@@ -24,7 +24,7 @@ from echelon.engine.audit.finite_weights import check_finite_weights
 from echelon.engine.audit.gradient_audit import GradientAudit, Parts
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
-from echelon.engine.step.weight_changes import WeightChanges, frees_weights, kept_weights, may_change_weights
+from echelon.engine.step.side_effects import WeightChanges, frees_weights, keeps_changes, restored_weights
 from echelon.errors import UserError
 from echelon.nn.dtypes import DTYPES
 from echelon.nn.wrapping import Wrapping
@@ -195,8 +195,8 @@ def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> 
 def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement) -> Iterator[None]:
     """Raise, on every rank, if an audit has changed weights: the first step would not find out any more.
     Where a forward may change them, they are put back. With zero=3, whoever frees a weight looks."""
-    if may_change_weights(plan) and not frees_weights(plan):
-        with kept_weights(local.modules):
+    if keeps_changes(plan) and not frees_weights(plan):
+        with restored_weights(local.modules):
             yield
         return
     # A rehearsal of units that are updated in the backward pass marks their weights as changed.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from echelon.collectives.mesh import Mesh
 from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
-from echelon.engine.audit.autocast_cache import computed_type, without_autocast_cache
 from echelon.engine.audit.diagnosis import explain
 from echelon.engine.audit.gradient_comparison import (
     TIMES_DRAWS,
@@ -29,17 +28,20 @@ from echelon.engine.audit.gradient_comparison import (
     Difference,
     KeptGradients,
 )
+from echelon.engine.audit.hook_limits import refuse_limits, watched_hooks
 from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, OneDevice, Values
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.audit.report import AuditResult, held, skipped
+from echelon.engine.model_checks import is_cut
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.samples import Scopes
+from echelon.engine.step.side_effects import without_autocast_cache, without_side_effects
 from echelon.engine.step.step_runner import StepRunner
-from echelon.engine.step.untouched import untouched
 from echelon.errors import UserError
 from echelon.memory.gist import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.parallel.stage import LocalStages
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run
 from echelon.update.update import InWhole, Update
 
@@ -72,6 +74,7 @@ class _Compared(NamedTuple):
     run: Run
     result: Result
     found: list[Difference]
+    hooks: dict[str, str]  # with a limit, by the name of their weight
 
 
 @final
@@ -91,7 +94,11 @@ class GradientAudit:
 
     @property
     def _type(self) -> torch.dtype:
-        return computed_type(self._reference.device, self._reference.dtype)
+        """The coarsest type of what is computed: autocast casts all but float64."""
+        kind, dtype = self._reference.device.type, self._reference.dtype
+        if dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+            return dtype
+        return max(dtype, torch.get_autocast_dtype(kind), key=lambda each: torch.finfo(each).eps)
 
     def __call__(
         self, batch: GivenBatch, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
@@ -102,6 +109,7 @@ class GradientAudit:
             with self._quiet(), uncompressed(), self._device.ready():
                 compared = self._compare(choose, step)
                 self._raise_if(compared)
+                self._agreement.check(lambda: refuse_limits(compared.hooks, self._parts.mesh.plan))
                 if compared.found and compared.result.has_drawn:
                     self._raise_if(self._compare(choose, step, training=False))
                     return skipped(NAME, _DRAWN)
@@ -119,7 +127,8 @@ class GradientAudit:
     ) -> _Compared:
         samples, run, result = self._rehearse(choose, step, training=training)
         generators = GeneratorStates(self._parts.mesh.device, self._modules) if result.has_drawn else None
-        comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
+        with self._watched_hooks() as hooks:
+            comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
         try:
             result = self._device.gradients(run, comparison.take)
             differences = comparison.differences(self._agreement.group)
@@ -130,7 +139,7 @@ class GradientAudit:
         overflows = any(each.distance == float("inf") for each in found)
         if overflows and self._parts.update.loss_scaling is not None:
             raise CannotCompareError("gradients overflow at this loss scale", is_final=False)
-        return _Compared(samples, run, result, found)
+        return _Compared(samples, run, result, found, hooks)
 
     def _raise_if(self, compared: _Compared) -> None:
         if not compared.found:
@@ -146,7 +155,7 @@ class GradientAudit:
 
     def _judge(self, compared: _Compared, device: OneDevice) -> str:
         """An error, if neither rounding nor other draws can be what makes gradients differ. Rank 0 tells."""
-        samples, run, result, found = compared
+        samples, run, result, found, _ = compared
         eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run._replace(is_second=True))] if result.has_drawn else []
@@ -186,6 +195,15 @@ class GradientAudit:
 
     # The plan.
 
+    def _watched_hooks(self) -> AbstractContextManager[dict[str, str]]:
+        plan = self._parts.mesh.plan
+        is_flushed = plan.sync != "async" and plan.schedule not in ASYNCHRONOUS_SCHEDULES
+        if not (is_flushed and is_cut(plan)):
+            return nullcontext({})
+        return watched_hooks(
+            pair for sharing in self._parts.local.sharings for pair in sharing.parameter_set.trained
+        )
+
     def _run_plan(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, *, training: bool
     ) -> tuple[list[OwnedSlice], float]:
@@ -193,7 +211,7 @@ class GradientAudit:
         local, units, device = self._parts.local, self._parts.update.units, self._parts.mesh.device
         captured: dict[Tensor, Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(untouched(local.modules, self._modules, device))
+            stack.enter_context(without_side_effects(local.modules, self._modules, device))
             if not training:
                 for module in self._modules:
                     module.training = False

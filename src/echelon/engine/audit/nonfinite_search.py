@@ -24,7 +24,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.nonfinite_report import Finding, Report, explain
 from echelon.engine.step.flushed_runner import FlushedRunner
-from echelon.engine.step.untouched import untouched
+from echelon.engine.step.side_effects import without_side_effects
 from echelon.nn.batch import Batch
 from echelon.nn.inputs import tensors_of
 from echelon.parallel.stage import LocalStages
@@ -66,7 +66,7 @@ class NonfiniteSearch:
         watch = _Watch(self._runner, self._names, report.findings, self._mesh.rank)
         with (
             self._quiet(),
-            untouched(self._local.modules, self._modules, self._mesh.device),
+            without_side_effects(self._local.modules, self._modules, self._mesh.device),
             watch.attached(self._watched),
         ):
             self._runner.replay(batch, step)

@@ -1,13 +1,9 @@
 """What the first step shows of a model, all ranks told before its update: a step that one rank refuses is
 refused by all, and no weight has changed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import final
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.model_checks import is_cut
-from echelon.engine.step.weight_hooks import WeightHooks
 from echelon.errors import UserError
 from echelon.launching.group import check_on_every_rank
 from echelon.parallel.observer import Observers
@@ -22,17 +18,6 @@ class FirstStepChecks:
         self._mesh, self._local, self._observers = mesh, local, observers
         self._is_open = mesh.plan.sync != "async"  # asynchronous workers do not wait for each other
         self.compares_buffers = True
-        trained = [pair for sharing in local.sharings for pair in sharing.parameter_set.trained]
-        self._hooks = WeightHooks(trained, mesh.plan)
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Around the passes of a step."""
-        if not self._is_open or not is_cut(self._mesh.plan):
-            yield
-            return
-        with self._hooks.watch():
-            yield
 
     def decide(self) -> None:
         """The gradients are there: raise on every rank what any has found."""
@@ -54,7 +39,6 @@ class FirstStepChecks:
         for sharing in self._local.sharings:
             sharing.end_watch()
         self._observers.tell("check_first_step")
-        self._hooks.check()
         if differing:
             raise UserError(
                 f"plan '{self._mesh.plan}': {', '.join(differing)}: the forward computes these buffers from "

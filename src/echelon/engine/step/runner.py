@@ -7,12 +7,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.engine.audit.autocast_cache import without_autocast_cache
 from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
@@ -22,9 +19,8 @@ from echelon.engine.step.measuring import Measure, Measuring
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime import Interpreter, Microbatch, Script, Versions, Wire
-from echelon.engine.step.weight_changes import FirstForward
+from echelon.engine.step.side_effects import FirstForward, without_autocast_cache
 from echelon.errors import UserError
-from echelon.memory import Meter
 from echelon.nn.batch import Batch
 from echelon.parallel.data import talks_in_forward
 from echelon.program import (
@@ -51,10 +47,10 @@ _HALF_UPDATED = (
 class StepRunner(ABC):
     """Takes batches through the stages of this rank."""
 
-    def __init__(self, setup: Setup, meter: Meter, balance: Balance | None = None) -> None:
+    def __init__(self, setup: Setup, balance: Balance | None = None) -> None:
         self._mesh, self._local, self._update = setup.mesh, setup.local, setup.update
         self._layers, self._scopes, self.observers = setup.layers, setup.scopes, setup.observers
-        self._meter, self._balance = meter, balance
+        self._balance = balance
         plan, program = self._mesh.plan, self._local.program
         self._rank = self._mesh.group("pipeline").rank
         self._pipelined = program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES

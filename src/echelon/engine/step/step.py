@@ -11,6 +11,7 @@ PipeDream schedules, whose steps overlap, have a runner of their own: continuous
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -29,8 +30,7 @@ from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime import Microbatch
 from echelon.engine.step.step_counter import StepCounter
-from echelon.engine.step.untouched import untouched
-from echelon.engine.step.weight_changes import renormalises_any
+from echelon.engine.step.side_effects import renormalises_any, without_side_effects
 from echelon.engine.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import finish_step, start_step
@@ -149,8 +149,7 @@ class FlushedRunner(StepRunner):
         try:
             feed = self._start(batch, step)
             script = self._script(("step", len(feed)), lambda: self._pass_program(len(feed)))
-            with self.first_step.watch():
-                self._run(script, feed)
+            self._run(script, feed)
             self._has_trained = True
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
@@ -197,7 +196,7 @@ class FlushedRunner(StepRunner):
         units = self._update.units
         assert units is not None
         try:
-            with self._untouched(), units.rehearse(self._measure):
+            with self._no_side_effects(), units.rehearse(self._measure):
                 numbers = self._train_step(batch, step)
         finally:
             self._measured.clear()
@@ -221,7 +220,7 @@ class FlushedRunner(StepRunner):
             number: each._replace(form="statistics " + each.form, inputs=_copied(each.inputs))
             for number, each in feed.items()
         }
-        with torch.no_grad(), self._untouched():
+        with torch.no_grad(), self._no_side_effects():
             tally = self._run(self.forward_script(len(copies)), copies)
         self._balance.exchange(tally)
         for stage in self._local.stages.values():
@@ -233,9 +232,9 @@ class FlushedRunner(StepRunner):
         feed = self._start(batch, step)
         self._run(self._passes_script(len(feed)), feed)
 
-    def _untouched(self) -> Any:
+    def _no_side_effects(self) -> AbstractContextManager[None]:
         modules = [each for module in self._local.modules for each in module.modules()]
-        return untouched(self._local.modules, modules, self._mesh.device)
+        return without_side_effects(self._local.modules, modules, self._mesh.device)
 
     # Between steps.
 

@@ -1,4 +1,4 @@
-"""Forward passes that leave no trace, and generators of random numbers that were drawn from."""
+"""Side effects of forward passes are undone, draws are seen, and casts of weights are those of one use."""
 
 import random
 from collections import deque
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.step.untouched import untouched
+from echelon.engine import parallelize
+from echelon.engine.step.side_effects import without_side_effects
 from echelon.nn.autograd.generators import GeneratorStates
+from tests.cases import mean_loss, sgd, vectors
 
 HOST = torch.device("cpu")
 
@@ -34,7 +36,7 @@ class Changing(nn.Module):
 def test_modes_attributes_and_buffers_come_back() -> None:
     module = Changing()
     count = module.count
-    with untouched([module], [module], HOST):
+    with without_side_effects([module], [module], HOST):
         module(torch.ones(1))
         assert module.calls == 1
     assert (module.calls, module.removed, module.training) == (0, "there", True)
@@ -51,7 +53,7 @@ def test_draws_are_seen_and_undone(draw: object) -> None:
     assert callable(draw)
     before = GeneratorStates(HOST)
     assert not before.moved()
-    with untouched([], [], HOST):
+    with without_side_effects([], [], HOST):
         draw()
         assert before.moved()
     assert not before.moved()
@@ -74,7 +76,7 @@ def test_draws_from_a_generator_of_a_module_are_seen_and_undone(
     module = nn.Module()
     module.own = generator
     before = GeneratorStates(HOST, [module])
-    with untouched([module], [module], HOST):
+    with without_side_effects([module], [module], HOST):
         draw(generator)
         assert before.moved()
     assert not before.moved()
@@ -86,7 +88,7 @@ def test_plain_state_that_is_changed_in_place_comes_back() -> None:
     module.seen, module.last = [1, torch.zeros(1)], deque([1, 2], maxlen=2)
     module.cache = {"inside": {"deep": (torch.zeros(1),)}}
     tensor, seen, cache = module.tensor, module.seen, module.cache
-    with untouched([module], [module], HOST):
+    with without_side_effects([module], [module], HOST):
         module.tensor.add_(1)
         module.array[0] = 1
         module.names.add("b")
@@ -106,7 +108,43 @@ def test_a_large_attribute_does_not_hide_the_small_ones_behind_it() -> None:
     module = nn.Module()
     module.table, module.names = torch.empty(65 * 2**20, dtype=torch.uint8), [0] * 100_001
     module.count, module.seen = torch.zeros(1), [1]
-    with untouched([module], [module], HOST):
+    with without_side_effects([module], [module], HOST):
         module.count.add_(1)
         module.seen.append(2)
     assert (module.count.tolist(), module.seen) == ([0], [1])
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def plain_weights() -> dict[str, torch.Tensor]:
+    trained = model()
+    optimizer = sgd(trained.parameters())
+    for step in range(3):
+        inputs, targets = vectors(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mean_loss(trained(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    return trained.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [("data=1", 0.0), ("offload=parameters", 0.0), ("offload=parameters microbatches=2", 1e-3)],
+)
+def test_a_loop_inside_of_autocast_is_equal_to_a_forward_inside_of_it(plan: str, tolerance: float) -> None:
+    """Its cache outlived updates, and with it weights were used while they were not gathered."""
+    with (
+        parallelize(model(), plan, optimizer=sgd, loss=mean_loss, smallest_unit=1) as engine,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        for step in range(3):
+            engine.step(vectors(step))
+        assert torch.is_autocast_cache_enabled()
+        weights = engine.full_state_dict()
+    for name, expected in plain_weights().items():
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=tolerance)

@@ -1,0 +1,266 @@
+"""Side effects of forward passes: on attributes, buffers and generators they are undone, on weights they are
+found, and torch's cache of cast weights is kept out.
+"""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from echelon.engine.model_checks import is_cut
+from echelon.errors import UserError
+from echelon.nn.autograd.generators import GeneratorStates
+from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.stage import LocalStages
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+
+_LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
+
+
+@contextmanager
+def without_side_effects(
+    stages: Sequence[nn.Module], modules: Iterable[nn.Module], device: torch.device
+) -> Iterator[None]:
+    """Run forward passes of `stages`, then put back their buffers, all generators of random numbers, and the
+    modes and attributes of `modules`."""
+    modules = list(modules)
+    attributes, generators = AttributeSnapshot(modules), GeneratorStates(device, modules)
+    buffers = BufferSnapshot(stages, largest=_LARGEST_BUFFER)
+    buffers.take()
+    try:
+        yield
+    finally:
+        buffers.restore(refused=True)
+        generators.restore()
+        attributes.restore()
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Cast a weight again at every use, as if no autocast were around the step."""
+    # torch's cache lives as long as the outermost autocast: the second microbatch would use what the first
+    # one has cast, and so would the next step, after an update. And the gradient of a weight would come after
+    # all of its uses, when zero=3 has freed it.
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+# The plain attributes of modules.
+
+_BYTES = 64 * 2**20  # of all tensors and arrays that are copied
+_ITEMS = 100_000  # of all containers that are copied
+_STRUCTURE = {"_parameters", "_buffers", "_modules"}  # what modules hold beside plain attributes
+_SEQUENCES = (list, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+
+
+@final
+class AttributeSnapshot:
+    """Copies at once; `restore` puts everything back."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes = {module: _plain_attributes(module) for module in modules}
+        self._copies: dict[int, tuple[Any, Any]] = {}  # a value, and what it held
+        self._bytes_left, self._items_left = _BYTES, _ITEMS
+        for attributes in self._attributes.values():
+            for value in attributes.values():
+                self._copy(value)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for value, copy in self._copies.values():
+            _put_back(value, copy)
+        for module, before in self._attributes.items():
+            _restore_attributes(module, before)
+
+    def _copy(self, value: Any) -> None:
+        if id(value) in self._copies:
+            return
+        if _is_copied(value):
+            if value.nbytes <= self._bytes_left:
+                self._bytes_left -= value.nbytes
+                is_tensor = isinstance(value, Tensor)
+                self._copies[id(value)] = value, value.detach().clone() if is_tensor else value.copy()
+        elif type(value) in (*_SEQUENCES, *_MAPPINGS, set, tuple):
+            self._copy_container(value)
+
+    def _copy_container(self, value: Any) -> None:
+        if len(value) > self._items_left:
+            return
+        self._items_left -= len(value)
+        is_mapping = type(value) in _MAPPINGS
+        if type(value) is not tuple:
+            self._copies[id(value)] = value, dict(value) if is_mapping else list(value)
+        for member in list(value.values()) if is_mapping else list(value):
+            self._copy(member)
+
+
+def _is_copied(value: Any) -> bool:
+    """Whether its values can be copied, and written again."""
+    if type(value) is numpy.ndarray:
+        return bool(value.flags.writeable) and not value.dtype.hasobject
+    if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_inference():
+        return False
+    is_expanded = any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
+    return not is_expanded
+
+
+def _put_back(value: Any, copy: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.shape != copy.shape or value.dtype != copy.dtype:
+            value.data = copy
+            return
+        with _unsafe_preserve_version_counter(value):
+            value.copy_(copy)
+    elif isinstance(value, numpy.ndarray):
+        value[...] = copy
+    elif type(value) in _SEQUENCES:
+        value.clear()
+        value.extend(copy)
+    else:
+        value.clear()
+        value.update(copy)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    current = vars(module)
+    for name in [name for name in current if name not in before and name not in _STRUCTURE]:
+        del current[name]
+    for name, value in before.items():
+        if current.get(name, _STRUCTURE) is not value:
+            current[name] = value
+
+
+# Weights. On one device a forward changes them once per step, from the whole batch. Ranks and microbatches
+# that see parts of it would make other changes, each its own.
+
+
+def frees_weights(plan: Plan) -> bool:
+    """Return whether weights come and go: then each is compared when it is freed (data/zero/flat.py)."""
+    is_sharded = plan.zero == 3 and plan.data * plan.context > 1  # ranks that hold the same
+    return is_sharded or "parameters" in plan.offload
+
+
+def keeps_changes(plan: Plan) -> bool:
+    """Return whether one forward pass is all of a step's, and what it changes in weights stays: below float32
+    masters overwrite it."""
+    is_whole = plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan)
+    return is_whole and plan.precision in ("fp32", "fp64")
+
+
+@contextmanager
+def restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put the weights of `modules` back at the end."""
+    weights = [weight for module in modules for weight in module.parameters()]
+    copies = [weight.detach().clone() for weight in weights]
+    try:
+        yield
+    finally:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(weights)):
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.copy_(copy)
+
+
+@final
+class WeightChanges:
+    """Compares the weights of one stage before and after a forward pass, which it is called around. Raises
+    where the plan cannot keep a change; else `is_changed` says that there was one."""
+
+    def __init__(self, stage: nn.Module, plan: Plan) -> None:
+        self._plan, self.is_changed = plan, False
+        names = {id(parameter): name for name, parameter in stage.named_parameters()}
+        # Modules are asked for their weights each time: during a forward pass these may be versions of them.
+        self._places = [
+            (names[id(parameter)], module, key)
+            for module in stage.modules()
+            if not _renormalises(module)
+            for key, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = self.states()
+        try:
+            yield
+        except RuntimeError as error:
+            # torch forbids to change a version in place.
+            if "_OfVersion" in str(error) and "is a view" in str(error):
+                raise self._error("weights") from error
+            raise
+        if keeps_changes(self._plan):
+            self.is_changed = self.states() != before
+        else:
+            self.check(before)
+
+    def check(self, before: list[tuple[int, int]]) -> None:
+        """Raise if any weight is not as it was."""
+        pairs = zip(self._places, before, self.states(), strict=True)
+        changed = [place[0] for place, one, other in pairs if one != other]
+        if changed:
+            raise self._error(", ".join(dict.fromkeys(changed)))
+
+    @torch.no_grad()
+    def states(self) -> list[tuple[int, int]]:
+        """Return the version of each weight and the bits of its sum, which tell of changes through `.data`:
+        versions do not count these."""
+        weights: list[Tensor] = [module._parameters[key] for _, module, key in self._places]  # type: ignore[misc]
+        if not weights:
+            return []
+        real = [torch.view_as_real(w) if w.is_complex() else w for w in weights]
+        sums = torch.stack([weight.sum(dtype=torch.float64) for weight in real])
+        versions = [weight._version for weight in weights]  # after a read, which waits for new weights
+        return list(zip(versions, sums.view(torch.int64).tolist(), strict=True))
+
+    def _error(self, changed: str) -> UserError:
+        return UserError(
+            f"plan '{self._plan}': the forward changes {changed} in place, from what it sees of the batch; "
+            "ranks, microbatches and the audit of the first step see parts of it; change weights between "
+            "steps, or use data=1, microbatches=1 and fp32 with audit='off'"
+        )
+
+
+@final
+class FirstForward(StepObserver):
+    """Compares the weights of each stage before and after its first forward pass in training."""
+
+    def __init__(self, local: LocalStages, plan: Plan) -> None:
+        stages = {} if frees_weights(plan) else local.stages
+        self._changes = {number: WeightChanges(stage.module, plan) for number, stage in stages.items()}
+        self._unseen = set(stages)
+
+    @property
+    def has_changed(self) -> bool:
+        """Return whether a forward pass that may change weights did."""
+        return any(each.is_changed for each in self._changes.values())
+
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        stage, _ = forward.slot
+        if stage not in self._unseen or not torch.is_grad_enabled():
+            return None
+        self._unseen.remove(stage)
+        return self._changes[stage]()
+
+
+def renormalises_any(stage: nn.Module) -> bool:
+    """Return whether a lookup table of the stage changes its rows in every forward pass."""
+    return any(map(_renormalises, stage.modules()))
+
+
+def _renormalises(module: nn.Module) -> bool:
+    """Return whether a module changes its rows, and is accepted with that (model_checks.py)."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
