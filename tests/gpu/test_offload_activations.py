@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import FETCH, STORE, make_boundary
-from echelon.memory.activation_offload import Carrier, HostPool
+from echelon.memory.activation_offload import ActivationOffload
+from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.models import ModelConfig, build, cross_entropy
 from tests.gpu.test_no_sync import waiting_raises
 
@@ -141,16 +142,16 @@ def test_memory_is_let_go_in_the_order_of_the_step() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     ledger, step = Ledger(), torch.cuda.Stream()
     boundary = make_boundary(device, ledger)
-    carrier = Carrier(boundary, ledger, device, HostPool(boundary, lambda: None))
+    offload = ActivationOffload(boundary, ledger, device, HostPool(boundary, lambda: None))
     size = 64 << 20
     for _ in range(3):
         with torch.cuda.stream(step):
             x = torch.ones(size, device=device, requires_grad=True)
-            with carrier.passing((0, 0), [x]):
+            with offload.passing((0, 0), [x]):
                 held = [(x * 2).square()]
-            carrier.store((0, 0))
-            carrier.settle()
-            carrier.fetch((0, 0))
+            offload.store((0, 0))
+            offload.release_stored()
+            offload.fetch((0, 0))
         thread = threading.Thread(target=held.clear)
         thread.start()
         thread.join()

@@ -170,10 +170,10 @@ class Stepper:
     """As far as an end of updates needs one."""
 
     def __init__(self, *, is_late: bool, loses_change: bool = False) -> None:
-        self.is_late, self.loses_change, self.looks = is_late, loses_change, list[bool]()
+        self.is_late, self.loses_change, self.temporary = is_late, loses_change, list[bool]()
 
-    def finish(self, *, for_a_look: bool = False) -> bool:
-        self.looks.append(for_a_look)
+    def finish(self, *, temporary: bool = False) -> bool:
+        self.temporary.append(temporary)
         return self.is_late
 
 
@@ -186,7 +186,7 @@ def test_weights_that_come_late_are_shared(is_late: bool) -> None:
     updated.local.sharings[0].share_first_weights = lambda: shared.append(1)  # type: ignore[method-assign]
     updated.update.synchronize()
     updated.update.show_newest()
-    assert (stepper.looks, len(shared)) == ([False, True], 2 * is_late)
+    assert (stepper.temporary, len(shared)) == ([False, True], 2 * is_late)
 
 
 def test_a_change_that_an_update_has_overwritten_is_told_at_the_end() -> None:
@@ -205,7 +205,7 @@ def test_weights_of_the_host_are_shared_before_a_step() -> None:
     updated.local.sharings[0].share_first_weights = lambda: shared.append(1)  # type: ignore[method-assign]
     updated.update.start_step()
     assert shared == []
-    updated.update.stepper.go_back = lambda: True  # type: ignore[method-assign]
+    updated.update.stepper.undo_finish = lambda: True  # type: ignore[method-assign]
     updated.update.start_step()
     assert shared == [1]
 

@@ -98,9 +98,9 @@ class Engine:
             mesh, module, whole.names, local, layers.in_whole, update, self._counter, scopes.seed
         )
         kind = ContinuousRunner if continuous else FlushedRunner
-        carrier, audit = savers.carrier, whole.audit
+        offload, audit = savers.activation_offload, whole.audit
         balance = self._balance = make_balance(whole.gates, mesh, local, layers)
-        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, carrier, balance)
+        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, offload, balance)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies

@@ -5,9 +5,8 @@ from typing import NamedTuple
 from echelon.collectives.mesh import Mesh
 from echelon.engine.compiling import compile_layers
 from echelon.engine.sharing import accumulate_gradients
-from echelon.memory.activation_offload import Carrier
+from echelon.memory.activation_offload import ActivationOffload, offload_activations
 from echelon.memory.compressing import CompressionReport, compress_layers
-from echelon.memory.offloading import offload_activations
 from echelon.memory.recomputing import recompute_layers
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
@@ -18,7 +17,7 @@ class MemorySavers(NamedTuple):
     """What keeps the memory of a step small, and hears of its steps."""
 
     compression: CompressionReport | None = None
-    carrier: Carrier | None = None
+    activation_offload: ActivationOffload | None = None
 
 
 def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping) -> MemorySavers:

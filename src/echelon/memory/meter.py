@@ -58,7 +58,7 @@ class Meter:
         self._activations = 0
         self._peak = dict.fromkeys(CATEGORIES, 0)
         self._host_peak = dict.fromkeys(HOST_CATEGORIES, 0)
-        self._peak_total = self._standing = 0
+        self._peak_total = self._other_bytes = 0
         self._steps = 0
         self.sample()
 
@@ -82,7 +82,7 @@ class Meter:
         now = {category: found[category] for category in CATEGORIES}
         for category, size in now.items():
             self._peak[category] = max(self._peak[category], size)
-        self._standing = sum(now.values()) - self._activations
+        self._other_bytes = sum(now.values()) - self._activations
         self._peak_total = max(self._peak_total, sum(now.values()))
         host = {category: _storage_bytes(on_host.get(category, ())) for category in HOST_CATEGORIES}
         for category, size in host.items():
@@ -95,7 +95,7 @@ class Meter:
         if self._steps > METERED_STEPS:
             yield
             return
-        standing = {
+        held = {
             _identity(tensor)
             for tensor in [
                 *self._storages()["parameters"],
@@ -107,7 +107,7 @@ class Meter:
 
         @untraced  # a layer that is compiled in pieces calls these between them
         def pack(tensor: Tensor) -> _Saved:
-            counts = tensor.layout == torch.strided and _identity(tensor) not in standing
+            counts = tensor.layout == torch.strided and _identity(tensor) not in held
             return _Saved(tensor, self if counts else None)
 
         @untraced
@@ -121,7 +121,7 @@ class Meter:
         if self._saved[identity] == 0:
             self._activations += size
             self._peak["activations"] = max(self._peak["activations"], self._activations)
-            self._peak_total = max(self._peak_total, self._standing + self._activations)
+            self._peak_total = max(self._peak_total, self._other_bytes + self._activations)
         self._saved[identity] += 1
 
     def _drop(self, identity: int, size: int) -> None:

@@ -16,8 +16,8 @@ from echelon.memory.recompute import (
     SegmentSettings,
     SplitCheckpoints,
     WholeCheckpoints,
+    backward_follows,
     divide,
-    goes_back_at_once,
 )
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.sequence import View
@@ -46,7 +46,7 @@ def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapp
             budgeted[stage] = make_budgeted(names, settings, mesh, local.program, number)
             continue
         segments = divide(list(names), plan.recompute)
-        if goes_back_at_once(local.program, number):
+        if backward_follows(local.program, number):
             segments = segments[:-1]
         for segment in segments:
             Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)

@@ -51,7 +51,7 @@ def make_host_stepper(
         masters=masters,
         rounding=rounding,
         placements=placements,
-        standing={tensor: run for tensor, run in runs.items() if run is not None},
+        host_runs={tensor: run for tensor, run in runs.items() if run is not None},
         in_place=plan.delay == 0,
     )
     stepper = HostStepper(

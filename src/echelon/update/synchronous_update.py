@@ -68,7 +68,7 @@ class SynchronousUpdate(Update):
     def start_step(self) -> Number | None:
         self.stepper.start_step()
         self._loses_change = self.stepper.loses_change
-        if self.stepper.go_back():
+        if self.stepper.undo_finish():
             self._share_weights()
         self._stages.start_step()
         if self.units is not None:
@@ -250,14 +250,14 @@ class SynchronousUpdate(Update):
             self.stepper.take_over(local)
 
     def synchronize(self) -> None:
-        self._finish(for_a_look=False)
+        self._finish(temporary=False)
 
     def show_newest(self) -> None:
-        self._finish(for_a_look=True)
+        self._finish(temporary=True)
 
-    def _finish(self, *, for_a_look: bool) -> None:
+    def _finish(self, *, temporary: bool) -> None:
         loses_change = self.stepper.loses_change
-        if self.stepper.finish(for_a_look=for_a_look):
+        if self.stepper.finish(temporary=temporary):
             self._share_weights()
             check_on_every_rank(partial(_check_unchanged, loses_change=loses_change))
 

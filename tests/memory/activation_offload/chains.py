@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import FETCH, STORE, PretendedBoundary
-from echelon.memory.activation_offload import Carrier, HostPool, OffloadedLayer
+from echelon.memory.activation_offload import ActivationOffload
+from echelon.memory.activation_offload.host_pool import HostPool
+from echelon.memory.activation_offload.offload import OffloadedLayer
 from echelon.memory.recompute.layer_call import weight_storages
 from echelon.nn.wrapping import Wrapping
 
@@ -31,21 +33,21 @@ class Chain:
         self.layers, self.ledger, self.wrapping = layers, Ledger(), Wrapping()
         boundary = PretendedBoundary(self.ledger)
         pool = HostPool(boundary, free if callable(free) else lambda: free)
-        self.carrier = Carrier(boundary, self.ledger, torch.device("cpu"), pool)
+        self.offload = ActivationOffload(boundary, self.ledger, torch.device("cpu"), pool)
         for layer in layers:
             weights = partial(weight_storages, list(layer.modules()))
-            self.wrapping.wrap(OffloadedLayer(layer, self.carrier, weights))
+            self.wrapping.wrap(OffloadedLayer(layer, self.offload, weights))
 
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         """A forward pass of a microbatch, and its S."""
-        with self.carrier.passing((0, number), [x]):
+        with self.offload.passing((0, number), [x]):
             for layer in self.layers:
                 x = layer(x)
-        self.carrier.store((0, number))
+        self.offload.store((0, number))
         return x
 
     def fetch(self, number: int = 0) -> None:
-        self.carrier.fetch((0, number))
+        self.offload.fetch((0, number))
 
     def bytes_out(self) -> int:
         return self.ledger.total("host", STORE, "activations").sent
@@ -56,7 +58,7 @@ class Chain:
     @property
     def is_idle(self) -> bool:
         """Whether all host memory was given back."""
-        pool = self.carrier.pool
+        pool = self.offload.pool
         return sum(map(len, pool._idle.values())) == len(pool.pieces)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives.boundary import FETCH, STORE
 from echelon.errors import UserError
-from echelon.memory import offloading
+from echelon.memory.activation_offload import offload
 from tests.cases import adamw
 from tests.contract_models import class_loss
 from tests.engine.test_compiling import backend as other_backend
@@ -185,9 +185,10 @@ def test_a_step_that_fails_gives_host_memory_back() -> None:
             engine.step(batch())
         Failing.fails = False
         engine.step(batch())
-        carrier = engine._runner._carrier
-        assert carrier is not None
-        assert sum(map(len, carrier.pool._idle.values())) == len(carrier.pool.pieces) == 2
+        activations = engine._runner._activation_offload
+        assert activations is not None
+        pool = activations.pool
+        assert sum(map(len, pool._idle.values())) == len(pool.pieces) == 2
 
 
 def test_a_model_without_layers_is_refused() -> None:
@@ -196,7 +197,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_more_than_the_host_has_is_refused_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloading, "available_memory", lambda: offloading.total_memory() // 32 + 3000)
+    monkeypatch.setattr(offload, "available_memory", lambda: offload.total_memory() // 32 + 3000)
     with chain_engine("offload=activations", 6) as engine:
         before = engine.full_state_dict()
         with pytest.raises(

@@ -11,15 +11,15 @@ from echelon.memory.recompute.measured_layers import LayerMeasurement, SavedByte
 CPU = torch.device("cpu")
 
 
-def measurement(*arguments: object, standing: tuple[Tensor, ...] = ()) -> LayerMeasurement:
-    storages = {tensor.untyped_storage()._cdata for tensor in standing}
+def measurement(*arguments: object, excluded: tuple[Tensor, ...] = ()) -> LayerMeasurement:
+    storages = {tensor.untyped_storage()._cdata for tensor in excluded}
     return LayerMeasurement("layer", arguments, WholeCheckpoints(), storages, CPU)
 
 
 def test_the_costs_of_two_layers_in_a_row() -> None:
     """Each storage counts once; a weight never does. The second layer takes a mask too."""
     x, hidden, inner, weight, mask = (torch.zeros(n) for n in (10, 20, 30, 40, 5))
-    first, second = measurement(x, standing=(weight,)), measurement(hidden[5:], mask, standing=(weight,))
+    first, second = measurement(x, excluded=(weight,)), measurement(hidden[5:], mask, excluded=(weight,))
     for tensor in (x, x[1:], weight, hidden):
         first.saving(tensor)
     first.returned([hidden, "text"])

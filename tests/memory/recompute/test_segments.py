@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.memory.recompute import divide, goes_back_at_once
+from echelon.memory.recompute import backward_follows, divide
 from echelon.plan import Plan
 from echelon.program.step_program import step_program
 
@@ -44,6 +44,8 @@ def test_full_makes_a_segment_of_each_layer() -> None:
         ("pipeline=1-2 microbatches=4 schedule=1f1b", [False, True]),
     ],
 )
-def test_the_last_layers_go_back_at_once_where_each_microbatch_does(plan: str, at_once: list[bool]) -> None:
+def test_the_backward_pass_follows_at_once_where_each_microbatch_s_does(
+    plan: str, at_once: list[bool]
+) -> None:
     program = step_program(Plan.parse(plan), ties=False)
-    assert [goes_back_at_once(program, stage) for stage in range(program.stages)] == at_once
+    assert [backward_follows(program, stage) for stage in range(program.stages)] == at_once

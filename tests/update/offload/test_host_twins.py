@@ -21,7 +21,7 @@ def test_a_rank_that_holds_nothing_of_a_unit_calls_its_optimizer_too() -> None:
     assert calls == ["call"]
 
 
-class Standing:
+class HostRun:
     """A weight in host memory."""
 
     def __init__(self, memory: Tensor) -> None:
@@ -104,7 +104,7 @@ def test_gradients_go_also_when_an_update_fails() -> None:
 def test_weights_that_stand_on_the_host_are_updated_where_they_are() -> None:
     each, memory = local(torch.ones(2)), torch.tensor([7.0, 8.0])
     for in_place in (True, False):
-        twins = twins_of(each, standing={each.tensor: Standing(memory)}, in_place=in_place)
+        twins = twins_of(each, host_runs={each.tensor: HostRun(memory)}, in_place=in_place)
         twins.allocate()
         (twin,) = twins.all
         assert (twin.weights.data_ptr() == memory.data_ptr()) is in_place
@@ -136,7 +136,7 @@ def test_a_change_by_hand_is_seen() -> None:
     assert twin.is_changed
     fresh = Twin(each, each.parameter, each.tensor, is_watched=True)
     fresh.forget_version()
-    assert (fresh.version, fresh.is_changed, fresh.standing) == (None, False, None)
+    assert (fresh.version, fresh.is_changed, fresh.host_run) == (None, False, None)
 
 
 def test_a_part_in_memory_of_its_own_is_not_watched() -> None:
@@ -157,7 +157,7 @@ def test_what_the_host_must_hold(kind: str, moments: int) -> None:
     assert masters.num_bytes(optimizer) == 32 + 64 + moments * 64
     rounding = twins_of(each, other, rounding=KeyedRounding(7))
     assert rounding.num_bytes(optimizer) == 32 + moments * 64
-    standing = twins_of(each, other, standing={each.tensor: Standing(torch.ones(10))})
-    assert standing.num_bytes(optimizer) == 12 + moments * 32
+    on_host = twins_of(each, other, host_runs={each.tensor: HostRun(torch.ones(10))})
+    assert on_host.num_bytes(optimizer) == 12 + moments * 32
     combined: Any = type("Combined", (), {"optimizers": [optimizer, type("Adam", (), {})()]})()
     assert plain.num_bytes(combined) == 32 + 2 * 32, "the most that one of them has"

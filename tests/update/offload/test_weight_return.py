@@ -14,7 +14,7 @@ from echelon.update.offload.kept_weights import KeptWeights
 from echelon.update.offload.weight_return import Returning, WeightReturn
 
 
-class Standing:
+class HostRun:
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.num_joins = memory, 0
 
@@ -37,9 +37,9 @@ class Host:
         self.boundary = PretendedBoundary(Ledger())
         parameters = [nn.Parameter(torch.full((3,), value)) for value in (1.0, 2.0)]
         self.local = [LocalParameter(str(i), each, each) for i, each in enumerate(parameters)]
-        self.run = Standing(torch.full((3,), 2.0))
-        standing = {parameters[1]: self.run} if stands else {}
-        self.twins = HostTwins(self.local, self.boundary, masters=False, standing=standing, in_place=False)
+        self.run = HostRun(torch.full((3,), 2.0))
+        host_runs = {parameters[1]: self.run} if stands else {}
+        self.twins = HostTwins(self.local, self.boundary, masters=False, host_runs=host_runs, in_place=False)
         self.twins.allocate()
         self.weights = WeightReturn(self.boundary)
         self.told: list[Any] = []

@@ -286,7 +286,7 @@ def test_a_stepper_without_more_has_no_state_and_nothing_under_way() -> None:
     assert (plain.state(local[0]), plain.storages(local)) == ({}, [])
     assert (plain.changed(), plain.updated_tensors(), plain.held_whole()) == ([], [], [])
     assert plain.gradients_in_flight() == []
-    assert (plain.finish(), plain.finish(for_a_look=True), plain.go_back()) == (False, False, False)
+    assert (plain.finish(), plain.finish(temporary=True), plain.undo_finish()) == (False, False, False)
     assert plain.whole_parts == frozenset()
     plain.optimizer.whole_state = frozenset({"rows"})  # type: ignore[attr-defined]
     assert plain.whole_parts == {"rows"}

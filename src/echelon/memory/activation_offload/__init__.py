@@ -1,15 +1,11 @@
-"""offload=activations: what autograd saves of a layer goes to host memory, and comes back for its backward.
+"""offload=activations: tensors that autograd saves go to host memory, and come back for the backward pass.
 
-carrier     of one rank: which copies are under way, and the trips of its microbatches
-trip        what one forward pass through a stage saves, in one group for each layer
-parcel      one piece of memory: on the device, in host memory, or on its way
-order       the stream in whose order all of this happens
-host_pool   host memory, which is used again from step to step
-layer       says where one layer ends and the next begins
+offload             of one rank: which copies are under way, and the passes of its microbatches
+offloaded_pass      the storages that one forward pass through a stage saves, in a group per layer
+offloaded_storage   one storage: on the device, in host memory, or being copied
+host_pool           host memory, which is used again from step to step
 """
 
-from echelon.memory.activation_offload.carrier import Carrier
-from echelon.memory.activation_offload.host_pool import HostPool
-from echelon.memory.activation_offload.layer import OffloadedLayer
+from echelon.memory.activation_offload.offload import ActivationOffload, offload_activations
 
-__all__ = ["Carrier", "HostPool", "OffloadedLayer"]
+__all__ = ["ActivationOffload", "offload_activations"]

@@ -18,10 +18,11 @@ selective           another way: no layer runs again, only what is large and che
 from echelon.memory.recompute.budget_stage import BudgetedStage, BudgetSettings
 from echelon.memory.recompute.checkpoints import Checkpoints, Kept, WholeCheckpoints
 from echelon.memory.recompute.contiguous import ContiguousCheckpoints
+from echelon.memory.recompute.layer_call import weight_storages
 from echelon.memory.recompute.rank_budget import RankBudget
 from echelon.memory.recompute.second_run_check import SecondRunCheck
 from echelon.memory.recompute.segment import Segment, SegmentSettings
-from echelon.memory.recompute.segments import divide, goes_back_at_once
+from echelon.memory.recompute.segments import backward_follows, divide
 from echelon.memory.recompute.split_checkpoints import SplitCheckpoints
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "SegmentSettings",
     "SplitCheckpoints",
     "WholeCheckpoints",
+    "backward_follows",
     "divide",
-    "goes_back_at_once",
+    "weight_storages",
 ]

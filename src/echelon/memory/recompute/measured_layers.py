@@ -33,10 +33,10 @@ class LayerMeasurement:
     """One layer of one pass."""
 
     def __init__(
-        self, name: str, arguments: Any, checkpoints: Checkpoints, standing: set[int], device: torch.device
+        self, name: str, arguments: Any, checkpoints: Checkpoints, excluded: set[int], device: torch.device
     ) -> None:
-        """`standing`: storages of weights and buffers, which are no activations, and of what is counted."""
-        self._standing, self._device = standing, device
+        """`excluded`: storages of weights and buffers, which are no activations, and of what is counted."""
+        self._excluded, self._device = excluded, device
         self.inputs: dict[int, LayerInput] = {}  # by their storages
         for number, leaf in enumerate(tree_leaves(arguments)):
             for storage in _storages([leaf]):
@@ -50,7 +50,7 @@ class LayerMeasurement:
 
     def saving(self, tensor: Tensor) -> None:
         """Autograd saves a tensor. All that a layer saves is alive until it returns, so storages differ."""
-        self.saved |= {key: size for key, size in _storages([tensor]).items() if key not in self._standing}
+        self.saved |= {key: size for key, size in _storages([tensor]).items() if key not in self._excluded}
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -111,10 +111,10 @@ class LayerMeasurement:
 class SavedBytes:
     """What autograd saves in other places than layers: around them, and in the loss."""
 
-    def __init__(self, standing: AbstractSet[int] = frozenset()) -> None:
-        """`standing`: storages of weights and buffers, which are no activations."""
+    def __init__(self, excluded: AbstractSet[int] = frozenset()) -> None:
+        """`excluded`: storages of weights and buffers, which are no activations."""
         self.storages: dict[int, int] = {}
-        self._standing = standing
+        self._excluded = excluded
         self._tensors: list[Tensor] = []  # alive until they are counted: a storage's number is used again
         self.is_open = False
 
@@ -144,7 +144,7 @@ class SavedBytes:
             self.is_open, self._tensors = False, []
 
     def _add(self, tensor: Tensor) -> None:
-        self.storages |= {key: size for key, size in _storages([tensor]).items() if key not in self._standing}
+        self.storages |= {key: size for key, size in _storages([tensor]).items() if key not in self._excluded}
         self._tensors.append(tensor.detach())
 
     @contextmanager

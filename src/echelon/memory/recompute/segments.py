@@ -25,7 +25,7 @@ def divide(layers: Sequence[T], recompute: str) -> list[list[T]]:
     return [list(layers[begin:end]) for begin, end in pairwise(edges)]
 
 
-def goes_back_at_once(program: Program, stage: int) -> bool:
+def backward_follows(program: Program, stage: int) -> bool:
     """Whether each microbatch goes back through `stage` right after it came forward: what its last layers
     save is needed at once, and nothing is gained if it is dropped."""
     if stage != program.stages - 1:

@@ -27,8 +27,8 @@ _STATE = {"SGD": 1, "Adafactor": 0, "SM3": 1, "Muon": 1, "Adagrad": 1, "RMSprop"
 _MOMENTS = 2
 
 
-class Standing(Protocol):
-    """A local parameter that stands in host memory (offload=parameters), which the host updates."""
+class HostRun(Protocol):
+    """A local parameter that is kept in host memory (offload=parameters), which the host updates."""
 
     def join(self) -> None:
         """Return when no copy reads or writes it. Any thread may call this."""
@@ -47,7 +47,7 @@ class Twin:
     weights: Tensor
     version: tuple[int, int] | None = None  # of the model's weight whose values it has; None: it has none
     is_watched: bool = False  # whether another version says that the user has changed the weight
-    standing: Standing | None = None  # where the weight stands on the host, with offload=parameters
+    host_run: HostRun | None = None  # where the weight is kept on the host, with offload=parameters
 
     def current_version(self) -> tuple[int, int]:
         """Another one, if somebody has changed the weight, or given it other memory."""
@@ -78,18 +78,18 @@ class HostTwins:
         masters: bool,
         rounding: KeyedRounding | None = None,
         placements: Mapping[nn.Parameter, Placement] | None = None,
-        standing: Mapping[nn.Parameter, Standing] | None = None,
+        host_runs: Mapping[nn.Parameter, HostRun] | None = None,
         in_place: bool = True,
     ) -> None:
-        """`placements`: of the elements of each local parameter, for `rounding`. `standing`: local parameters
-        that stand on the host; these weights change with the twins, if `in_place`."""
+        """`placements`: of the elements of each local parameter, for `rounding`. `host_runs`: of
+        local parameters that are kept on the host; these weights change with the twins, if `in_place`."""
         self._boundary, self.has_masters, self._rounding = boundary, masters, rounding
         self._placements = {} if placements is None else placements
         self._in_float32 = masters or rounding is not None
         self._twins = {each.tensor: self._without_memory(each) for each in local}
         self._in_place = in_place
-        for tensor, run in (standing or {}).items():
-            self._twins[tensor].standing = run
+        for tensor, run in (host_runs or {}).items():
+            self._twins[tensor].host_run = run
         self._pinned: list[Tensor] = []
         self._masters: Tensor | None = None
         self._scratch: dict[str, Tensor] = {}  # float32, for the time of one update
@@ -111,10 +111,10 @@ class HostTwins:
             self._pinned.append(memory)
             for twin, view in zip(own, views, strict=True):
                 twin.weights = view
-                twin.is_watched = twin.standing is None and _shares_memory(twin.local)
+                twin.is_watched = twin.host_run is None and _shares_memory(twin.local)
             for twin in of_type:
-                if twin.standing is not None and self._in_place:
-                    twin.weights = twin.standing.memory
+                if twin.host_run is not None and self._in_place:
+                    twin.weights = twin.host_run.memory
                 if not self._in_float32:
                     twin.updated.data = twin.weights
         if self.has_masters:
@@ -126,14 +126,14 @@ class HostTwins:
     # What the thread that updates calls.
 
     def _is_in_place(self, twin: Twin) -> bool:
-        return self._in_place and twin.standing is not None
+        return self._in_place and twin.host_run is not None
 
     def load(self, twins: Sequence[Twin]) -> None:
-        """`weights` have values that are not from an update, or the standing copy has: masters begin with
-        them."""
+        """`weights`, or the copies of offload=parameters, have values that no update has made: masters begin
+        with them."""
         for twin in twins:
-            if twin.standing is not None and not self._in_place:
-                twin.weights.copy_(twin.standing.memory)
+            if twin.host_run is not None and not self._in_place:
+                twin.weights.copy_(twin.host_run.memory)
         if self.has_masters and twins:
             torch._foreach_copy_([twin.updated.detach() for twin in twins], [twin.weights for twin in twins])
 

@@ -33,12 +33,12 @@ class KeptWeights:
         stores = [
             self._boundary.store(self._views[twin.local.tensor], twin.local.tensor.detach())
             for twin in self._kept()
-            if twin.standing is None
+            if twin.host_run is None
         ]
         for twin in self._kept():
-            if twin.standing is not None:
-                twin.standing.join()
-                self._views[twin.local.tensor].copy_(twin.standing.memory)
+            if twin.host_run is not None:
+                twin.host_run.join()
+                self._views[twin.local.tensor].copy_(twin.host_run.memory)
         for copy in stores:
             copy.wait()
 
@@ -51,12 +51,12 @@ class KeptWeights:
         fetches = [
             self._boundary.fetch(twin.local.tensor.detach(), self._views[twin.local.tensor])
             for twin in self._kept()
-            if twin.standing is None
+            if twin.host_run is None
         ]
         for twin in self._kept():
-            if twin.standing is not None:
-                twin.standing.join()
-                twin.standing.memory.copy_(self._views[twin.local.tensor])
+            if twin.host_run is not None:
+                twin.host_run.join()
+                twin.host_run.memory.copy_(self._views[twin.local.tensor])
         for copy in fetches:
             copy.wait()
         replaced, self._replaced = self._replaced, ()

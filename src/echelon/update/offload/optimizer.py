@@ -121,7 +121,7 @@ class HostStepper(LocalStepper):
         self._worker.check()
         self._finish_stores(0)
 
-    def go_back(self) -> bool:
+    def undo_finish(self) -> bool:
         was_shown, self._is_shown = self._is_shown, False
         if was_shown:
             self.weights.delay_again(self._before.put_back())
@@ -171,8 +171,8 @@ class HostStepper(LocalStepper):
                 for copy in (*loads, *stores, *returning.earlier):
                     copy.join()
                 for twin in twins:
-                    if twin.standing is not None:
-                        twin.standing.join()
+                    if twin.host_run is not None:
+                        twin.host_run.join()
                 self._twins.follow(new)
                 factor, skip = numbers.read()
                 if not skip:
@@ -228,14 +228,14 @@ class HostStepper(LocalStepper):
         copies = [
             self._boundary.store(twin.weights, twin.local.tensor.detach())
             for twin in twins
-            if twin.standing is None
+            if twin.host_run is None
         ]
         for copy in copies:
             copy.wait()
             copy.join()
         for twin in twins:
-            if twin.standing is not None:
-                twin.standing.join()
+            if twin.host_run is not None:
+                twin.host_run.join()
         with torch.no_grad():
             self._twins.load(twins)
         self.weights.record_versions(twins)
@@ -266,15 +266,15 @@ class HostStepper(LocalStepper):
         for each in local:  # also where the address is what it was again
             self._twins.of(each).forget_version()
 
-    def finish(self, *, for_a_look: bool = False) -> bool:
+    def finish(self, *, temporary: bool = False) -> bool:
         self._worker.wait()
         self._finish_stores(0)
         was_late = self._is_late
-        if not for_a_look:
+        if not temporary:
             self._before.forget()
         elif was_late:
             self._before.keep(self.weights.delayed)
-        self._is_shown = for_a_look and (was_late or self._is_shown)
+        self._is_shown = temporary and (was_late or self._is_shown)
         if was_late:
             self._send_delayed()
             self._is_late = False

@@ -74,9 +74,9 @@ class WeightReturn:
                 self._boundary.fetch(twin.local.tensor.detach(), twin.weights) for twin in _coming(kept.twins)
             ]
             for twin in kept.twins:
-                if twin.standing is not None:
-                    twin.standing.join()
-                    twin.standing.memory.copy_(twin.weights)
+                if twin.host_run is not None:
+                    twin.host_run.join()
+                    twin.host_run.memory.copy_(twin.weights)
             self._remember(kept)
             self._mark(kept)
         self._delayed = []
@@ -132,4 +132,4 @@ class WeightReturn:
 
 def _coming(twins: Sequence[Twin]) -> list[Twin]:
     """Those whose weights go to the device as soon as they are made; the others are fetched for each use."""
-    return [twin for twin in twins if twin.standing is None]
+    return [twin for twin in twins if twin.host_run is None]

@@ -93,14 +93,14 @@ class Stepper(ABC):
     def wait(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (an update is over when `step` is)
         """Return when the new weights of local parameters are there."""
 
-    def finish(self, *, for_a_look: bool = False) -> bool:  # noqa: ARG002
+    def finish(self, *, temporary: bool = False) -> bool:  # noqa: ARG002
         """Return when no update is under way, and the newest weights are there: true, if ranks must share
-        them again, since an update was kept back. `for_a_look`: `go_back` undoes that before the next step.
-        """
+        them again, since an update was kept back. `temporary`: `undo_finish` follows before the next
+        step."""
         return False
 
-    def go_back(self) -> bool:
-        """Between two steps: keep back again what came up for a look; true, if ranks must share weights."""
+    def undo_finish(self) -> bool:
+        """Between two steps: undo a temporary `finish`; true, if ranks must share weights."""
         return False
 
     def close(self) -> None:  # noqa: B027

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives.boundary import Copy, HostBoundary, HostMemoryError
-from echelon.memory.activation_offload.order import StepOrder
-from echelon.memory.activation_offload.parcel import Parcel
+from echelon.memory.activation_offload.offloaded_storage import OffloadedStorage, StepStream
 from tests.memory.activation_offload.chains import Chain, Function, gradients
 
 WIDTH, ROWS = 32, 16
@@ -129,7 +128,7 @@ def test_a_part_that_changes_when_the_host_has_its_storage_goes_again() -> None:
     check(Function(first), linear(), linear(), Function(third), linear())
 
 
-def test_a_storage_whose_first_graph_is_gone_travels_for_the_next() -> None:
+def test_a_storage_whose_first_graph_is_gone_is_offloaded_for_the_next() -> None:
     def twice(x: Tensor) -> Tensor:
         h = x * 2
         (h * h).sum()  # nobody goes back through this
@@ -208,9 +207,9 @@ def test_what_layers_share_stays() -> None:
     layers = [Masked(), Masked()]
     chain = Chain(*layers)
     x = hidden().requires_grad_()
-    with chain.carrier.passing((0, 0), [x]):
+    with chain.offload.passing((0, 0), [x]):
         y = layers[1](layers[0](x.square(), mask), mask)
-    chain.carrier.store((0, 0))
+    chain.offload.store((0, 0))
     y.sum().backward()
     assert chain.bytes_out() == 0
 
@@ -226,7 +225,7 @@ def test_a_backward_pass_that_never_comes_leaves_nothing() -> None:
     y = chain.forward(hidden().requires_grad_())
     assert not chain.is_idle
     del y
-    chain.carrier.forget()
+    chain.offload.forget()
     assert chain.is_idle
 
     def failing(_: Tensor) -> Tensor:
@@ -235,8 +234,8 @@ def test_a_backward_pass_that_never_comes_leaves_nothing() -> None:
     chain = Chain(Function(torch.tanh), Function(torch.tanh), Function(failing))
     with pytest.raises(ValueError, match="no"):
         chain.forward(hidden().requires_grad_())
-    chain.carrier.forget()
-    assert chain.carrier.trip is None
+    chain.offload.forget()
+    assert chain.offload.current is None
     assert chain.is_idle
 
 
@@ -245,7 +244,7 @@ def test_nothing_moves_without_gradients() -> None:
     with torch.no_grad():
         for layer in chain.layers:
             layer(hidden())
-    assert not chain.carrier.pool.pieces
+    assert not chain.offload.pool.pieces
 
 
 def test_microbatches_in_flight() -> None:
@@ -259,7 +258,7 @@ def test_microbatches_in_flight() -> None:
         assert torch.equal(x[number].grad, gradients(layers, x[number])[0])  # type: ignore[arg-type]
     del losses
     assert chain.is_idle
-    assert len(chain.carrier.pool.pieces) == 9
+    assert len(chain.offload.pool.pieces) == 9
 
 
 def test_host_memory_is_used_again() -> None:
@@ -270,7 +269,7 @@ def test_host_memory_is_used_again() -> None:
         chain.fetch()
         y.backward()
         del y
-        held.append(chain.carrier.pool.num_bytes)
+        held.append(chain.offload.pool.num_bytes)
     assert held == held[:1] * 4
     assert held[0] == 3 * 4096
 
@@ -284,8 +283,8 @@ def test_what_does_not_fit_stays_and_is_said() -> None:
     chain.fetch()
     assert torch.equal(torch.autograd.grad(y, x)[0], expected[0])
     assert chain.bytes_out() == 0
-    assert chain.carrier.pool.refusal is not None
-    assert "the host has 100 B left" in chain.carrier.pool.refusal
+    assert chain.offload.pool.refusal is not None
+    assert "the host has 100 B left" in chain.offload.pool.refusal
 
 
 def test_memory_that_cannot_be_pinned_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +293,12 @@ def test_memory_that_cannot_be_pinned_is_a_refusal(monkeypatch: pytest.MonkeyPat
     def unpinned(*_: Any) -> Tensor:
         raise HostMemoryError("4.0 KiB of host memory could not be pinned")
 
-    monkeypatch.setattr(chain.carrier.boundary, "empty", unpinned)
+    monkeypatch.setattr(chain.offload.boundary, "empty", unpinned)
     x = hidden().requires_grad_()
     chain.forward(x).sum().backward()
     assert x.grad is not None
     assert chain.bytes_out() == 0
-    assert chain.carrier.pool.refusal == "4.0 KiB of host memory could not be pinned"
+    assert chain.offload.pool.refusal == "4.0 KiB of host memory could not be pinned"
 
 
 def test_what_found_no_room_goes_with_a_later_layer_that_saves_it() -> None:
@@ -316,7 +315,7 @@ def test_what_found_no_room_goes_with_a_later_layer_that_saves_it() -> None:
     layers[0].register_forward_hook(keep)
     x = hidden().requires_grad_()
     y = chain.forward(x).square().sum()
-    assert chain.carrier.pool.refusal is not None
+    assert chain.offload.pool.refusal is not None
     assert chain.bytes_out() == 4 * ONE
     assert torch.UntypedStorage._expired(storages[0])  # type: ignore[no-untyped-call]
     torch.UntypedStorage._free_weak_ref(storages[0])  # type: ignore[no-untyped-call]
@@ -332,13 +331,13 @@ def test_a_missing_wait_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     x = hidden().requires_grad_()
     y = chain.forward(x).square().sum()
     chain.fetch()
-    own = Parcel._wait
+    own = OffloadedStorage._wait
 
-    def forgetful(parcel: Any) -> None:
-        if not parcel.is_here:
-            own(parcel)
+    def forgetful(storage: Any) -> None:
+        if not storage.is_here:
+            own(storage)
 
-    monkeypatch.setattr(Parcel, "_wait", forgetful)
+    monkeypatch.setattr(OffloadedStorage, "_wait", forgetful)
     found = torch.autograd.grad(y, x)[0]
     assert not found.isfinite().all()
 
@@ -349,7 +348,7 @@ def test_copies_are_in_the_order_of_the_step_whoever_frees(monkeypatch: pytest.M
     seen: list[str] = []
 
     @contextmanager
-    def entered(_: StepOrder) -> Iterator[None]:
+    def entered(_: StepStream) -> Iterator[None]:
         inside[0] = True
         yield
         inside[0] = False
@@ -362,7 +361,7 @@ def test_copies_are_in_the_order_of_the_step_whoever_frees(monkeypatch: pytest.M
 
         return call
 
-    monkeypatch.setattr(StepOrder, "entered", entered)
+    monkeypatch.setattr(StepStream, "entered", entered)
     for owner, name in ((HostBoundary, "store"), (HostBoundary, "fetch"), (Copy, "wait")):
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     chain = Chain(*(nn.Sequential(linear(), nn.Tanh()) for _ in range(3)))
@@ -378,7 +377,7 @@ def test_copies_are_in_the_order_of_the_step_whoever_frees(monkeypatch: pytest.M
 
 
 def test_at_most_two_layers_are_on_the_device() -> None:
-    """Asserted from storages: those of each layer's parcels that are here, at every moment."""
+    """Asserted from storages: those of each layer's storages that are here, at every moment."""
     seen: list[int] = []
 
     class Looking(torch.autograd.Function):
@@ -393,13 +392,15 @@ def test_at_most_two_layers_are_on_the_device() -> None:
             return gradients[0]
 
     chain: Chain
-    parcels: list[Any] = []
+    storages: list[Any] = []
 
     def look() -> None:
-        trip = chain.carrier.trip
-        if trip is not None:
-            parcels[:] = [parcel for group in [*trip._groups, trip._open] for parcel in group.parcels]
-        seen.append(sum(parcel.num_bytes for parcel in parcels if parcel.is_here))
+        current = chain.offload.current
+        if current is not None:
+            storages[:] = [
+                storage for group in [*current._groups, current._open] for storage in group.storages
+            ]
+        seen.append(sum(storage.num_bytes for storage in storages if storage.is_here))
 
     def block() -> nn.Module:
         wide = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
