@@ -1,6 +1,6 @@
 """recompute=budget:BYTES: what a plan and its program say about the budget of a rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
 from echelon.memory.recompute import BudgetedStage, BudgetSettings, RankBudget, SegmentSettings
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.stage import Stage
+from echelon.parallel.stage import LocalStages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Op, Program
 
@@ -30,16 +30,14 @@ def make_budgeted(
     return BudgetedStage(list(names), list(names.values()), settings, _settings(mesh), in_flight)
 
 
-def share_budget(stages: Mapping[Stage, BudgetedStage], mesh: Mesh, wrapping: Wrapping) -> None:
+def share_budget(
+    stages: Mapping[int, BudgetedStage], local: LocalStages, mesh: Mesh, wrapping: Wrapping
+) -> RankBudget:
     """Let the stages of this rank share its budget."""
-    budget = RankBudget(_settings(mesh), list(stages.values()), str(mesh.plan))
-    for number, (stage, budgeted) in enumerate(stages.items()):
+    for budgeted in stages.values():
         budgeted.wrap(wrapping)
-        stage.during_forward = partial(budgeted.during_forward, stage.module)
-        stage.during_loss = budgeted.during_loss
-        if number == 0:
-            stage.finish_passes = partial(_call_all, [stage.finish_passes, budget.finish_step])
-            stage.check_second_runs = partial(_call_all, [budget.check, stage.check_second_runs])
+    pairs = {number: (budgeted, local.stages[number].module) for number, budgeted in stages.items()}
+    return RankBudget(_settings(mesh), pairs, str(mesh.plan))
 
 
 def _settings(mesh: Mesh) -> BudgetSettings:
@@ -77,8 +75,3 @@ def _in_flight(program: Program, rank: int, stage: int) -> tuple[int, int]:
         waiting += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(instruction.op, 0)
         most, most_waiting = max(most, forward), max(most_waiting, waiting)
     return most - most_waiting, most_waiting
-
-
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()

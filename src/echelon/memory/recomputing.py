@@ -1,7 +1,5 @@
 """recompute=full, sqrt, budget:BYTES: layers of a stage in segments, which run again in the backward pass."""
 
-from collections.abc import Callable
-
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
@@ -19,31 +17,37 @@ from echelon.memory.recompute import (
     backward_follows,
     divide,
 )
+from echelon.memory.recompute.selective import SelectiveRecompute
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.stage import LocalStages, Stage
+from echelon.parallel.observer import Observers
+from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 
 
-def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapping) -> None:
+def recompute_layers(
+    local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapping, observers: Observers
+) -> None:
     """If the plan says so, let the layers of this rank's stages drop what autograd saves."""
     plan = mesh.plan
-    if plan.recompute in ("none", "selective"):  # the step runner has the latter around every forward pass
+    if plan.recompute == "selective":
+        observers.add(SelectiveRecompute(plan))
+    if plan.recompute in ("none", "selective"):
         return
     check = SecondRunCheck()
-    budgeted: dict[Stage, BudgetedStage] = {}
+    observers.add(check)
+    budgeted: dict[int, BudgetedStage] = {}
     for number, stage in local.stages.items():
         layers = _layers(stage.module, plan)
         first = [0, *local.boundaries][number]
         names = {
             layer: f"layer {first + index} ({type(layer).__name__})" for index, layer in enumerate(layers)
         }
-        checkpoints, stage.finish_passes = _make_checkpoints(mesh)
+        checkpoints = _make_checkpoints(mesh, observers)
         settings = SegmentSettings(mesh.device, view, check, checkpoints, stage.second_run)
-        stage.check_second_runs = check.decide
         if is_budget(plan):
-            budgeted[stage] = make_budgeted(names, settings, mesh, local.program, number)
+            budgeted[number] = make_budgeted(names, settings, mesh, local.program, number)
             continue
         segments = divide(list(names), plan.recompute)
         if backward_follows(local.program, number):
@@ -51,23 +55,18 @@ def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapp
         for segment in segments:
             Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)
     if budgeted:
-        share_budget(budgeted, mesh, wrapping)
+        observers.add(share_budget(budgeted, local, mesh, wrapping))
 
 
-def _make_checkpoints(mesh: Mesh) -> tuple[Checkpoints, Callable[[], None]]:
-    """How a stage keeps the inputs of segments, and what is done when the passes of a step are over."""
+def _make_checkpoints(mesh: Mesh, observers: Observers) -> Checkpoints:
+    """How a stage keeps the inputs of segments."""
     checkpoints: Checkpoints = WholeCheckpoints()
-    finish_passes: Callable[[], None] = _nothing
     if mesh.plan.contiguous:
         checkpoints = contiguous = ContiguousCheckpoints(mesh.device, checkpoints)
-        finish_passes = contiguous.finish_step
+        observers.add(contiguous)
     if mesh.plan.checkpoints == "split":
         checkpoints = SplitCheckpoints(mesh.group("tensor"), checkpoints)
-    return checkpoints, finish_passes
-
-
-def _nothing() -> None:
-    pass
+    return checkpoints
 
 
 def _layers(module: nn.Module, plan: Plan) -> list[nn.Module]:

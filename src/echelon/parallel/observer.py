@@ -125,12 +125,16 @@ class Observers:
         self._all: list[StepObserver] = []
         self._sort()
 
-    def add(self, *observers: StepObserver) -> None:
-        self._all += observers
+    def add(self, observer: StepObserver, *, outermost: bool = False) -> None:
+        self._all = [observer, *self._all] if outermost else [*self._all, observer]
         self._sort()
 
     def remove(self, observer: StepObserver) -> None:
         self._all.remove(observer)
+        self._sort()
+
+    def remove_kind(self, kind: type[StepObserver]) -> None:
+        self._all = [each for each in self._all if not isinstance(each, kind)]
         self._sort()
 
     @contextmanager

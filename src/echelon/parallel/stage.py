@@ -20,7 +20,6 @@ from echelon.program import Program
 from echelon.state.ownership import LocalParameter, OwnedSlice
 
 
-@final
 class Stage:
     """The layers of one stage, and how each of its parameter sets is shared."""
 

@@ -103,12 +103,12 @@ def test_memory_grows_only_if_more_was_needed() -> None:
     kept = checkpoints.keep(hidden, None, ARGUMENT)
     assert (len(checkpoints.memory), checkpoints.kept_bytes(hidden, ARGUMENT)) == (0, 400)
     assert torch.equal(kept.take(), hidden)
-    checkpoints.finish_step()
+    checkpoints.after_passes()
     memory = checkpoints.memory
     assert len(memory) == 512
     kept = checkpoints.keep(hidden, None, ARGUMENT)
     assert kept.take().data_ptr() == memory.data_ptr()
-    checkpoints.finish_step()
+    checkpoints.after_passes()
     assert checkpoints.memory is memory
     for other in (
         hidden.detach(),

@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from echelon.collectives.mesh import Mesh
 from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.nonfinite_report import Finding, Report, explain
-from echelon.engine.step.flushed_runner import FlushedRunner
+from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.side_effects import without_side_effects
 from echelon.nn.batch import Batch
 from echelon.nn.inputs import tensors_of
+from echelon.parallel.observer import LossPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.program import Instruction, Op
 from echelon.update.nonfinite import NonfiniteError
@@ -36,8 +37,16 @@ from echelon.update.nonfinite import NonfiniteError
 class NonfiniteSearch:
     """Runs a batch again on all ranks together, between steps."""
 
-    def __init__(self, runner: FlushedRunner, mesh: Mesh, local: LocalStages, model: nn.Module) -> None:
-        self._runner, self._mesh, self._local = runner, mesh, local
+    def __init__(
+        self,
+        runner: StepRunner,
+        replay: Callable[[Batch, int], None],
+        mesh: Mesh,
+        local: LocalStages,
+        model: nn.Module,
+    ) -> None:
+        """`replay` runs the passes of a step again, without its update."""
+        self._runner, self._replay, self._mesh, self._local = runner, replay, mesh, local
         inside = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*model.modules(), *inside]))
         self._names = {module: name for name, module in model.named_modules()}
@@ -69,7 +78,7 @@ class NonfiniteSearch:
             without_side_effects(self._local.modules, self._modules, self._mesh.device),
             watch.attached(self._watched),
         ):
-            self._runner.replay(batch, step)
+            self._replay(batch, step)
         report.gradients.extend(_wrong_gradients(self._local))
         return report
 
@@ -97,11 +106,11 @@ class _Gradient(NamedTuple):
     finding: int
 
 
-@dataclass
-class _Watch:
+@dataclass(eq=False)
+class _Watch(StepObserver):
     """Hooks on modules, and what they have found on this rank."""
 
-    runner: FlushedRunner
+    runner: StepRunner
     names: Mapping[nn.Module, str]
     findings: list[Finding]
     rank: int
@@ -111,8 +120,8 @@ class _Watch:
     @contextmanager
     def attached(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.callback(setattr, self.runner, "on_loss", None)
-            self.runner.on_loss = self._see_loss
+            self.runner.observers.add(self)
+            stack.callback(self.runner.observers.remove, self)
             for module in modules:
                 stack.callback(module.register_forward_hook(self._see_call, with_kwargs=True).remove)
             yield
@@ -131,8 +140,8 @@ class _Watch:
         if value:
             self._add("output", call, instruction, value, is_input_wrong=bool(wrong_value(inputs)))
 
-    def _see_loss(self, total: Tensor) -> None:
-        value = wrong_value(total.detach())
+    def after_loss(self, loss: LossPass) -> None:
+        value = wrong_value(loss.total.detach())
         if value:
             self._add("loss", _Call("", ""), self.runner.instruction, value)
 

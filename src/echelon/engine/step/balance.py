@@ -30,7 +30,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.nn.experts import Gate, Recorder, recording
 from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.update.numbers import GateNumbers
@@ -133,7 +133,7 @@ class Balance(StepObserver):
         self._owners = self._find_owners()
         self._shares = self._find_shares()
         has_loss = any(place.gate.has_loss for place in gates.places)
-        self._is_early = has_loss  # whether the sums must be known before the first backward pass
+        self.has_loss = has_loss  # whether the sums must be known before the first backward pass
         self.needs_pass = has_loss and not local.program.forwards_first
         late = mesh.plan.update != "step" and not has_loss
         self._errors = [_error(place.name, late=late) for place in gates.places]
@@ -182,7 +182,7 @@ class Balance(StepObserver):
         return recording(_MicrobatchRecorder(self, counts=forward.weight > 0)) if forward.trains else None
 
     def before_backwards(self, tally: Tensor) -> None:
-        if self._is_early:
+        if self.has_loss:
             self.exchange(tally)
 
     def add(self, gate: Gate, statistics: Tensor) -> None:
@@ -334,12 +334,18 @@ class DiscardStatistics(StepObserver):
         return recording(_Discard()) if forward.trains else None
 
 
-def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> Balance | None:
+def make_balance(
+    gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding, observers: Observers
+) -> Balance | None:
     """None where there is no gate, or no step of which all ranks could add up anything."""
-    plan = mesh.plan
-    if not gates.places or plan.sync == "async" or plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if not gates.places:
         return None
-    return Balance(gates, mesh, local, layers)
+    if mesh.plan.sync == "async" or mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES:
+        observers.add(DiscardStatistics())
+        return None
+    balance = Balance(gates, mesh, local, layers)
+    observers.add(balance)
+    return balance
 
 
 def load_of(gate: Gate, statistics: Tensor) -> ExpertLoad:

@@ -13,7 +13,7 @@ from echelon.update.scaling import Number
 
 @final
 class Losses:
-    """Calls the user's loss on what is no padding, and says what it is divided by before the backward pass."""
+    """Calls the user's loss without padding, and says what it is divided by before the backward pass."""
 
     def __init__(self, layers: LayerSharding, observers: Observers) -> None:
         self._layers, self._observers = layers, observers

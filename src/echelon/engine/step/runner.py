@@ -23,6 +23,7 @@ from echelon.engine.step.side_effects import FirstForward, without_autocast_cach
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.parallel.data import talks_in_forward
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.program import (
     Instruction,
     Program,
@@ -33,7 +34,6 @@ from echelon.program import (
     forward_only,
     without_update,
 )
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.update.numbers import StepNumbers
 from echelon.update.scaling import Number
 

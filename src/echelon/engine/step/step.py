@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.engine.audit.audit_batch import GivenBatch
 from echelon.engine.audit.auditing import Audit
-from echelon.engine.audit.drift_check import DriftCheck
+from echelon.engine.audit.drift import DriftCheck
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch, measure_gradient
@@ -29,8 +29,8 @@ from echelon.engine.step.first_step import FirstStepChecks
 from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime import Microbatch
-from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.step.side_effects import renormalises_any, without_side_effects
+from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import finish_step, start_step

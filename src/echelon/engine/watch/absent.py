@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.engine.watch.inside import Inside
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.observer import StepObserver
 from echelon.plan import Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
@@ -28,7 +29,7 @@ class AbsentAttributeError(UserError, AttributeError):
 
 
 @final
-class AbsentReads:
+class AbsentReads(StepObserver):
     """What was read of modules that this rank does not run."""
 
     def __init__(self, plan: Plan, inside: Inside) -> None:
@@ -59,7 +60,7 @@ class AbsentReads:
                 "puts the model together on every rank"
             )
 
-    def check(self) -> None:
+    def check_first_step(self) -> None:
         """In the first step, before its update: raise what was noted."""
         if self._noted is not None:
             error, self._noted = self._noted, None

@@ -7,8 +7,7 @@
 zero=3, offload and experts need all ranks in the call, as they do in a step.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, final
 
 from torch import nn
@@ -21,6 +20,7 @@ from echelon.nn.autograd.tracing import untraced
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import Observers
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import Column
 from echelon.plan import Plan
@@ -32,6 +32,7 @@ def guard_outside(
     local: LocalStages,
     layers: LayerSharding,
     wrapping: Wrapping,
+    observers: Observers,
     inside: Inside,
 ) -> None:
     """Let calls between steps be right, or say why they cannot be."""
@@ -50,8 +51,7 @@ def guard_outside(
     if absent:
         reads = AbsentReads(plan, inside)
         mark_absent(absent, reads, wrapping)
-        for stage in local.stages.values():
-            stage.check_second_runs = partial(_check_both, stage.check_second_runs, reads.check)
+        observers.add(reads)
 
 
 @final
@@ -77,11 +77,6 @@ class WholeLogits:
     @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
         return output if self._inside else self._column.join(output)
-
-
-def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _guard_state(holders: list[nn.Module], plan: Plan, wrapping: Wrapping, inside: Inside) -> None:

@@ -20,6 +20,7 @@ from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.memory.recompute.checkpoints import ArgumentName, Checkpoints, Kept
 from echelon.memory.recompute.dense import is_dense
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor
+from echelon.parallel.observer import StepObserver
 
 # Slots in one piece of memory: each in the first gap that is large enough.
 
@@ -61,7 +62,7 @@ class Slots:
 
 
 @final
-class ContiguousCheckpoints:
+class ContiguousCheckpoints(StepObserver):
     """Keeps copies in one memory; what has no gradient (a mask that all layers take) is kept by `inner`."""
 
     def __init__(self, device: torch.device, inner: Checkpoints) -> None:
@@ -86,7 +87,7 @@ class ContiguousCheckpoints:
             return self._inner.kept_bytes(tensor, argument)
         return tensor.nbytes
 
-    def finish_step(self) -> None:
+    def after_passes(self) -> None:
         """Make the memory as large as steps need. Slots of an earlier one stay where they are."""
         if self._slots.size > len(self.memory):
             self.memory = self.memory.new_empty(self._slots.size)

@@ -12,6 +12,7 @@ from torch import Tensor
 from echelon.collectives.fingerprint import device_fingerprint, measures, near
 from echelon.errors import UserError
 from echelon.nn.inputs import tensors_of
+from echelon.parallel.observer import StepObserver
 
 
 @final
@@ -46,7 +47,7 @@ class OutputPrint:
 
 
 @final
-class SecondRunCheck:
+class SecondRunCheck(StepObserver):
     """Open until the gradients of the first step are there, or of a later one if that was refused."""
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class SecondRunCheck:
     def compare(self, name: str, first: OutputPrint, second: OutputPrint) -> None:
         self._flags += [(name, flag) for flag in first.differs(second)]
 
-    def decide(self) -> None:
+    def check_first_step(self) -> None:
         """Raise if a layer has returned something else in a second run. Reads the device, once."""
         names = dict.fromkeys(name for name, flag in self._flags if flag)
         self.is_open, self._flags = bool(names), []

@@ -21,8 +21,8 @@ class MicrobatchLoss(NamedTuple):
 class Microbatch(NamedTuple):
     """One microbatch as a stage may need it.
 
-    `form` names the shapes and types of its inputs, the same on all ranks; `scope` opens its place in the training;
-    `normaliser` knows the counts of all losses of its step, which are multiplied by `loss_scale`.
+    `form` names the shapes and types of its inputs, the same on all ranks; `scope` opens its place in the
+    training; `normaliser` knows the counts of all losses of its step, which are multiplied by `loss_scale`.
     """
 
     inputs: Any
