@@ -5,10 +5,13 @@
 
 Numbers come from benchmarks/results/NAME.json alone (`python -m benchmarks NAME --out benchmarks/results`).
 Each region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is replaced from its file.
+The tables of a plan's fields and rules, between `<!-- plan: NAME -->` and `<!-- end plan -->`, come from the
+descriptions in `echelon.plan`.
 """
 
 import argparse
 import base64
+import dataclasses
 import json
 import math
 import re
@@ -26,7 +29,8 @@ import numpy.typing as npt
 
 from echelon.collectives.mesh.layout import Layout
 from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, FIELDS, Plan
+from echelon.plan.plan import RULES
 from echelon.program import Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
 from echelon.quantities import heading, show_figure, show_seconds
@@ -84,11 +88,41 @@ def pictures() -> dict[str, str]:
 # --- tables of measured numbers -----------------------------------------------------------------------
 
 _REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
+_PLAN_REGION = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- end plan -->)", re.DOTALL)
 
 
 def with_results(text: str) -> str:
-    """The page with every region of results replaced."""
+    """The page with every region of results, and of a plan's description, replaced."""
+    text = _PLAN_REGION.sub(lambda region: region[1] + _table(PLAN_TABLES[region[2]]()) + region[3], text)
     return _REGION.sub(lambda region: region[1] + results_table(region[2]) + region[3], text)
+
+
+def plan_fields() -> list[list[str]]:
+    """Each field of a plan with its axis, values, default and meaning."""
+    lines = [["field", "axis", "values", "default", "meaning"], ["---"] * 5]
+    for field in dataclasses.fields(Plan):
+        entry = FIELDS[field.name]
+        options = sorted(entry.options, key=len, reverse=True)
+        words = rf"(?<![\w-])({'|'.join(map(re.escape, options))})(?![\w-])"
+        values = re.sub(words, r"`\1`", entry.values) if options else entry.values
+        lines += [[f"`{field.name}`", entry.axis, values, f"`{entry.show(field.default)}`", entry.meaning]]
+    return lines
+
+
+def plan_rules() -> list[list[str]]:
+    """Each combination of fields that is refused, and why."""
+    lines = [["combination", "why"], ["---"] * 2]
+    for rule in RULES:
+        why = rule.why if isinstance(rule.why, str) else str(rule.why.__doc__)
+        lines += [[rule.case, re.sub(r"{plan\.(\w+)}", r"`\1`", why)]]
+    return lines
+
+
+PLAN_TABLES = {"fields": plan_fields, "rules": plan_rules}
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
 
 
 def results_table(name: str) -> str:
@@ -106,8 +140,7 @@ def results_table(name: str) -> str:
         heads = [heading(name) for name in result["settings"]]
     lines = [heads, ["---" if column < 2 else "---:" for column in range(len(heads))]]
     lines += [_cells(row, extras) for row in rows] or [list(starmap(_setting, result["settings"].items()))]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"\n{table}\n{_origin(result)}\n\n"
+    return f"{_table(lines)}{_origin(result)}\n\n"
 
 
 def _matrix(result: dict[str, Any]) -> str:

@@ -346,8 +346,8 @@ def test_every_field_of_a_plan_is_documented_with_its_default() -> None:
     rows = table((ROOT / "docs" / "plan.md").read_text(encoding="utf-8"), "field")
     defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
     shown = {name: "none" if value == () else str(value).lower() for name, value in defaults.items()}
-    assert {row[0].strip("`"): row[2].strip("`") for row in rows} == shown
-    for field, values, *_ in rows:
+    assert {row[0].strip("`"): row[3].strip("`") for row in rows} == shown
+    for field, _, values, *_ in rows:
         for value in re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
             needed = {"`expert`": " data=2", "`chunks`": " pipeline=2 microbatches=2 schedule=interleaved"}
             needed["`sequence`"] = " tensor=2"

@@ -70,7 +70,7 @@ def _options(field: str, values: Wish) -> list[Any]:
 def _is_like_one_device(plan: Plan) -> bool:
     """Whether one device trains to the same weights, with a stop or without."""
     is_stale = plan.sync == "async" and plan.staleness > 0
-    late = is_stale or plan.delay > 0 or plan.schedule in ASYNCHRONOUS_SCHEDULES
+    late = is_stale or plan.delay > 0 or not plan.flushes
     return not late and plan.precision not in LOW_PRECISIONS and not plan.compile
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from echelon.parallel.context import head_errors
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from tests.fuzz.pool import COUNTED_PADDING, DROPOUT, IMAGES, LAYERS, POOL, SEQUENCE_PAIRS, SEQUENCES, TENSOR
 from tests.fuzz.random_training import ORDER_FILE
 

@@ -6,10 +6,8 @@ A rule here repeats a rule of the library.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from echelon.plan import AUTO, Plan
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
-from echelon.plan.plan import _draft
-from echelon.plan.rules import broken_rules
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, SCHEDULES, Plan
+from echelon.plan.plan import broken_rules, draft
 from tests.fuzz.model_rules import CONTRACT_MODELS, LOW_PRECISIONS, POOL_LAYERS, Rule, Values, model_rules
 from tests.fuzz.pool import POOL
 from tests.fuzz.random_training import ORDER_FILE
@@ -115,9 +113,9 @@ def fits(values: Values, field: str) -> bool:
     most = min(most, MOST_OF_POOL) if values.get("model") in POOL else most
     if not all(own) or _ranks(values) > most:
         return False
-    draft = _draft({name: value for name, value in values.items() if name in PLAN_FIELDS})
+    partial = draft({name: value for name, value in values.items() if name in PLAN_FIELDS})
     unknown = [name for name in PLAN_FIELDS if name not in values]
-    return field not in PLAN_FIELDS or not any(broken_rules(draft, unknown))
+    return field not in PLAN_FIELDS or not any(broken_rules(partial, unknown))
 
 
 def _ranks(values: Values) -> int:

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from echelon.plan.fields import FIELDS
+from echelon.plan import FIELDS
 from echelon.program import Op
 from tests.fuzz_parsers.mutate import VALUES, WORDS
 

@@ -1,13 +1,12 @@
 """The list of mutants is in order: each change can be made, and its tests exist."""
 
+import re
 from collections import Counter
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from echelon.plan.auto_rules import AUTO_RULES
-from echelon.plan.rules import RULES
+from echelon.plan.plan import RULES
 from tests.mutants.mutant import Mutant, load_mutants
 
 TOY = Mutant("off-by-one", "toy.py", "n + 1", "n + 2", ("tests/test_toy.py::test_next",))
@@ -35,9 +34,8 @@ def test_the_list_has_at_least_100_mutants_of_different_names_and_changes() -> N
 
 
 def test_every_plan_rule_has_a_mutant() -> None:
-    of_rules = [mutant for mutant in load_mutants() if fnmatch(mutant.file, "plan/*rules.py")]
-    deleted = {mutant.old.partition("(")[2].partition(",")[0] for mutant in of_rules if not mutant.new}
-    assert {f"_{rule.name}" for rule in (*RULES, *AUTO_RULES)} <= deleted
+    words = (re.sub(r"[^a-z0-9]+", "-", rule.case.lower()).strip("-") for rule in RULES)
+    assert {f"plan-rule-deleted-{case}" for case in words} <= {mutant.name for mutant in load_mutants()}
 
 
 @pytest.mark.parametrize(

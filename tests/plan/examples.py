@@ -6,19 +6,12 @@ import pytest
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
-from echelon.plan import Plan
-from echelon.plan.fields import (
-    ATTENTIONS,
-    CHECKPOINTS,
-    COMPRESSIONS,
-    GRADIENTS,
-    OFFLOADS,
-    PRECISIONS,
-    RECOMPUTES,
-    SCHEDULES,
-    SYNCS,
-    UPDATES,
-)
+from echelon.plan import FIELDS, SCHEDULES, Plan
+
+
+def sampled(field: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(FIELDS[field].options)
+
 
 degree = st.integers(1, 8)
 plan_values = st.fixed_dictionaries(
@@ -29,8 +22,8 @@ plan_values = st.fixed_dictionaries(
         "pipeline": degree | st.lists(degree, min_size=1, max_size=4).map(tuple),
         "expert": degree,
         "context": degree,
-        "attention": st.sampled_from(ATTENTIONS),
-        "sync": st.sampled_from(SYNCS),
+        "attention": sampled("attention"),
+        "sync": sampled("sync"),
         "staleness": st.integers(0, 9) | st.just(math.inf),
         "zero": st.integers(0, 3),
         "shard": st.integers(0, 6),
@@ -39,16 +32,16 @@ plan_values = st.fixed_dictionaries(
         "chunks": degree,
         "sequence": st.booleans(),
         "compile": st.booleans(),
-        "precision": st.sampled_from(PRECISIONS),
-        "gradients": st.sampled_from(GRADIENTS),
-        "recompute": st.sampled_from([*RECOMPUTES, "budget:1024"]),
-        "checkpoints": st.sampled_from(CHECKPOINTS),
+        "precision": sampled("precision"),
+        "gradients": sampled("gradients"),
+        "recompute": sampled("recompute") | st.just("budget:1024"),
+        "checkpoints": sampled("checkpoints"),
         "contiguous": st.booleans(),
-        "update": st.sampled_from(UPDATES),
+        "update": sampled("update"),
         "masters": st.booleans(),
-        "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),
+        "offload": st.lists(sampled("offload"), unique=True).map(tuple),
         "delay": st.integers(0, 1),
-        "compress": st.sampled_from(COMPRESSIONS),
+        "compress": sampled("compress"),
         "debug": st.booleans(),
     },
 )

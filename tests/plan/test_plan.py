@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
-from echelon.plan import Plan
-from echelon.plan.fields import SCHEDULES
+from echelon.plan import SCHEDULES, Plan
 from tests.plan.examples import errors_of, plan_values
 
 
@@ -56,6 +55,14 @@ def test_replicated_stages() -> None:
     assert (plan.stages, plan.replicas, plan.ranks) == (2, (3, 1), 8)
     assert Plan.parse("pipeline=1-1") == Plan(pipeline=2)
     assert Plan(pipeline=(2, 1, 1)).ranks == 4
+
+
+def test_a_plan_says_whether_its_schedule_flushes_and_how_many_updates_a_step_makes() -> None:
+    texts = [f"pipeline=2 microbatches=4 schedule={name}" for name in SCHEDULES if name != "interleaved"]
+    plans = [Plan.parse(text) for text in (*texts, "pipeline=2 microbatches=4 schedule=order.txt")]
+    late = {plan.schedule: plan.updates_per_step for plan in plans if not plan.flushes}
+    assert late == {"pipedream": 4, "pipedream-vertical": 4, "pipedream-2bw": 1}
+    assert {plan.updates_per_step for plan in plans if plan.flushes} == {1}
 
 
 @pytest.mark.parametrize(

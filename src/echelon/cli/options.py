@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from echelon.launching.torchrun import is_under_torchrun
-from echelon.plan.fields import FIELDS
+from echelon.plan import FIELDS
 from echelon.train.jobs import strict_json
 
 JobFile = Annotated[

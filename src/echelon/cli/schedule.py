@@ -250,7 +250,7 @@ def _from_name(
 ) -> "ScheduleRequest":
     """The program of a schedule that a plan can name, by the rules of plans. `errors`: see `_from_file`."""
     from echelon.cli.schedule_view import ScheduleRequest
-    from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+    from echelon.plan import Plan
     from echelon.program import add_transfers, asynchronous, build
 
     errors += _name_errors(name)
@@ -274,7 +274,7 @@ def _from_name(
         errors.append(f"{size} forwards are too many to show: at most {_MOST_WORK}")
     raise_errors(f"schedule '{name}'", errors)
     assert plan is not None
-    if name in ASYNCHRONOUS_SCHEDULES:
+    if not plan.flushes:
         taken = _BATCHES * plan.microbatches
         program = add_transfers(asynchronous(name, plan.stages, plan.microbatches, taken=taken))
         return ScheduleRequest(program, name, plan.stages, plan.microbatches, 1, batches=_BATCHES)

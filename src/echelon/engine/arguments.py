@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from echelon.engine.audit import MODES
 from echelon.engine.saving.restore import check_whole
 from echelon.errors import UserError, raise_errors
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
+from echelon.plan import AUTO, Plan
 from echelon.update.precision.loss_scaling import loss_scale_errors
 
 
@@ -179,7 +179,7 @@ def check_model(model: nn.Module, plan: Plan, clip: float | None, loss_scale: ob
 
 def _check_clip(plan: Plan, clip: float | None) -> None:
     """Refuse to clip where no norm of all gradients exists."""
-    if clip is not None and plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if clip is not None and not plan.flushes:
         raise UserError(
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"

@@ -23,7 +23,7 @@ from echelon.launching import host_work
 from echelon.launching.group import decide_on_rank_0
 from echelon.nn.batch import Batch, cast, take_part
 from echelon.nn.dtypes import DTYPES
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
+from echelon.plan import AUTO, Plan
 from echelon.planner import partition, profile
 
 _PROBE, _TIMES = 4 * 2**20, 5  # bytes, how often
@@ -88,7 +88,7 @@ def _choose(
         measured = profile(model, (inputs, targets))
     # Weight versions and gathered weights are each rank's own, and ranks with different experts compute
     # together: those stages have no replicas.
-    straight = plan.schedule in ASYNCHRONOUS_SCHEDULES or plan.zero == 3 or plan.expert > 1
+    straight = not plan.flushes or plan.zero == 3 or plan.expert > 1
     split = partition(measured, workers, bandwidth, straight=straight)
     return {"replicas": split.replicas, "layers": split.layer_counts}
 

@@ -40,7 +40,7 @@ from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.nn.batch import Batch, take_part
 from echelon.parallel.observer import StepObserver
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.program import Span
 from echelon.state.assembly import Assembly
 from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
@@ -61,7 +61,7 @@ class Engine:
         self.module, self.mesh, self._setup = setup.model, mesh, setup
         self._local, self._update, self._wrapping = local, update, setup.wrapping
         self._reader, self._names = setup.reader, setup.names
-        flushes = mesh.plan.schedule not in ASYNCHRONOUS_SCHEDULES
+        flushes = mesh.plan.flushes
         balance = self._balance = make_balance(setup.gates, mesh, local, layers, setup.observers)
         self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
         if isinstance(self._runner, FlushedRunner):

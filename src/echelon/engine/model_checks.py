@@ -19,7 +19,7 @@ from echelon.nn.huggingface import gate_loss_coefficients
 from echelon.nn.unwrapping import without_compiling
 from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.power_iteration import iterated_modules
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.update.precision import LossScale
 
 _Lookup = nn.Embedding | nn.EmbeddingBag
@@ -133,7 +133,7 @@ def _may_renormalise(users: int, plan: Plan) -> bool:
     microbatch uses them (a head may read the weight too), and what is changed stays."""
     is_alone = not is_cut(plan) and plan.tensor == 1 and (plan.pipeline == 1 or users == 1)
     stays = plan.zero == 0 and not plan.frees_weights and plan.precision in ("fp32", "fp64")
-    return is_alone and stays and plan.schedule not in ASYNCHRONOUS_SCHEDULES
+    return is_alone and stays and plan.flushes
 
 
 def _users(model: nn.Module) -> dict[int, int]:

@@ -31,7 +31,7 @@ from echelon.parallel.data import (
 from echelon.parallel.expert import experts_of
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages, Stage
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.update.async_training import WorkerGradients
 from echelon.update.host_memory_check import check_host_memory, parameter_bytes
 
@@ -71,9 +71,8 @@ def _host_place(mesh: Mesh, resident_bytes: int) -> HostPlace | None:
 
 def _num_parts(mesh: Mesh) -> int:
     """In how many parts the samples of a replica pass through a stage before an update."""
-    if mesh.plan.schedule in ("pipedream", "pipedream-vertical"):
-        return 1  # each microbatch has an update of its own
-    return max(mesh.plan.microbatches, mesh.group("data").size // mesh.plan.data)
+    plan = mesh.plan
+    return max(plan.microbatches // plan.updates_per_step, mesh.group("data").size // plan.data)
 
 
 def _worker_stages(split: StageSplit, mesh: Mesh) -> LocalStages:
@@ -170,12 +169,7 @@ def share(
 def accumulate_gradients(local: LocalStages, plan: Plan, wrapping: Wrapping) -> None:
     """Let large matrices add to their gradients in place, where several microbatches make one gradient and
     one backward pass makes it; what is compiled goes its own way."""
-    if (
-        plan.compile
-        or plan.microbatches == 1
-        or plan.schedule in ASYNCHRONOUS_SCHEDULES
-        or local.program.halves
-    ):
+    if plan.compile or plan.microbatches == 1 or not plan.flushes or local.program.halves:
         return
     for stage in local.stages.values():
         accumulations = {

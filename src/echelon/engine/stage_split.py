@@ -21,7 +21,7 @@ from echelon.parallel.pipeline import (
     keep_only,
     split_model,
 )
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.program import Program
 from echelon.program.step_program import step_program
 
@@ -123,7 +123,7 @@ def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
     trained = [tie for tie in ties if tie.parameter.requires_grad]
     names = ", ".join(tie.name for tie in trained)
     plan = mesh.plan
-    if trained and plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if trained and not plan.flushes:
         raise UserError(
             f"schedule={plan.schedule} with {names} in several stages: stages update at different times, so "
             "the copies would drift apart; untie the weights, or use schedule=1f1b"

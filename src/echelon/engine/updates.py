@@ -15,7 +15,7 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Sharing
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter, own_run
 from echelon.update.async_training import AsyncUpdate, WorkerGradients
 from echelon.update.host_memory_check import check_host_memory
@@ -105,7 +105,7 @@ def make_update(
     if "parameters" in plan.offload and not updates_on_host(plan):
         stepper = ParametersStepper(stepper, local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
-    steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
+    steady = plan.flushes
     everyone = mesh.group("all")
     group = everyone if steady else mesh.group("stage")
     return SynchronousUpdate(

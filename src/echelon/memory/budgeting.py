@@ -11,7 +11,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.memory.recompute import BudgetedStage, BudgetSettings, RankBudget, SegmentSettings
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.program import Op, Program
 
 
@@ -25,7 +25,7 @@ def make_budgeted(
     """The layers of one stage of this rank."""
     rank = mesh.group("pipeline").rank
     in_flight = _in_flight(program, rank, stage)
-    if mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES:  # a step of these begins with a full pipeline
+    if not mesh.plan.flushes:  # a step of these begins with a full pipeline
         in_flight = (program.stages - stage, 0)
     return BudgetedStage(list(names), list(names.values()), settings, _settings(mesh), in_flight)
 

@@ -8,47 +8,44 @@
 """
 
 import dataclasses
-import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.plan.fields import FIELDS, NumberError
-from echelon.plan.rules import broken_rules
+from echelon.plan.axes import AUTO, Axes
+from echelon.plan.compute import Compute
+from echelon.plan.field import Field, NumberError, Rule, choice, switch
+from echelon.plan.replicas import Replicas
+from echelon.plan.schedule import ASYNCHRONOUS_SCHEDULES, Schedule, is_schedule_file
+from echelon.plan.update import Update
 
 
+# The text of a plan lists the fields of the last base first, and checkpoints hold that text: another order of
+# bases or fields makes saved plans unequal to the same plans of today. A new field goes to the end, here.
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Update, Compute, Schedule, Replicas, Axes):
     """One training plan. Every field takes a value or its text; all errors are raised at once."""
 
-    data: int = 1
-    tensor: int = 1
-    pipeline: int | tuple[int, ...] | str = 1
-    expert: int = 1
-    context: int = 1
-    attention: str = "ring"
-    sync: str = "all-reduce"
-    staleness: float = math.inf
-    zero: int = 0
-    shard: int = 0
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    chunks: int = 1
-    sequence: bool = False
-    compile: bool = False
-    precision: str = "fp32"
-    gradients: str = "fp32"
-    recompute: str = "none"
-    checkpoints: str = "whole"
-    contiguous: bool = False
-    update: str = "step"
-    masters: bool = True
-    offload: tuple[str, ...] = ()
-    delay: int = 0
-    compress: str = "none"
-    debug: bool = False
+    compress: str = choice(
+        "none",
+        ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8"),
+        "what layers save for the backward pass is kept in fewer bits ([gist.md](gist.md))",
+        Rule(
+            "`compile=true` with `compress`",
+            ("compile", "compress"),
+            lambda plan: plan.compile and plan.compress != "none",
+            "a compiled layer fuses operations and chooses itself what it keeps for the backward pass, so "
+            "its ReLU and pools are not seen",
+            "drop compile, or use compress=none",
+        ),
+    )
+    debug: bool = switch(
+        False,
+        "ranks [compare what they call](hangs.md#ranks-that-call-different-operations) before data moves; "
+        "slow",
+    )
 
     def __post_init__(self) -> None:
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -62,7 +59,7 @@ class Plan:
         """Read `field=value` words. A UserError lists every error of the text."""
         texts, misspelt = _split(text)
         values, errors = _read_fields(texts)
-        broken = broken_rules(_draft(values), [*errors, *(word.partition("=")[0] for word in misspelt)])
+        broken = broken_rules(draft(values), [*errors, *(word.partition("=")[0] for word in misspelt)])
         raise_errors(f"plan '{text}'", [*misspelt.values(), *errors.values(), *broken])
         return cls(**values)
 
@@ -97,19 +94,49 @@ class Plan:
 
     @property
     def frees_weights(self) -> bool:
-        """Whether weights come and go: they are gathered for each use, or fetched from host memory."""
+        """Weights are gathered for each use, or fetched from host memory, and freed after it."""
         return self.zero == 3 or "parameters" in self.offload
 
     @property
+    def flushes(self) -> bool:
+        """The schedule empties the pipeline at the end of each step. Others never drain: a microbatch meets
+        weights that are some updates old."""
+        return self.schedule not in ASYNCHRONOUS_SCHEDULES
+
+    @property
+    def replicates_stages(self) -> bool:
+        """A stage has replicas of its own, which take microbatches in turn, beside those along `data`."""
+        return set(self.replicas) != {1}
+
+    @property
+    def updates_per_step(self) -> int:
+        """How many updates a step makes: PipeDream updates after each microbatch, others once."""
+        return self.microbatches if self.schedule in ("pipedream", "pipedream-vertical") else 1
+
+    @property
     def schedule_is_file(self) -> bool:
-        return "/" in self.schedule or self.schedule.endswith(".txt")
+        return is_schedule_file(self.schedule)
 
 
-def _draft(values: Mapping[str, Any]) -> Plan:
+FIELDS: dict[str, Field] = {field.name: field.metadata["field"] for field in dataclasses.fields(Plan)}
+RULES: tuple[Rule, ...] = tuple(rule for field in FIELDS.values() for rule in field.rules)
+
+
+def broken_rules(plan: Plan, invalid: Collection[str] = ()) -> Iterator[str]:
+    """The error of every rule that `plan` breaks. A rule that reads an `invalid` field is skipped."""
+    is_auto = plan.pipeline == AUTO
+    for rule in RULES:
+        is_about_plan = rule.measured if "pipeline" in rule.fields and is_auto else not rule.measured
+        if is_about_plan and not set(rule.fields) & set(invalid) and rule.is_broken(plan):
+            shown = (f"{name}={FIELDS[name].show(getattr(plan, name))}" for name in rule.shown)
+            yield f"{' '.join(shown)}: {rule.error(plan)}"
+
+
+def draft(values: Mapping[str, Any]) -> Plan:
     """An unchecked plan for the rules to read: defaults where `values` has no entry."""
-    draft = object.__new__(Plan)
-    draft.__dict__.update({field.name: field.default for field in dataclasses.fields(Plan)} | dict(values))
-    return draft
+    plan = object.__new__(Plan)
+    plan.__dict__.update({field.name: field.default for field in dataclasses.fields(Plan)} | dict(values))
+    return plan
 
 
 def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -143,5 +170,5 @@ def _read_fields(texts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
         except NumberError as error:
             errors[name] = f"{name}={value}: {error}"
         except (ValueError, KeyError, IndexError, TypeError, OverflowError):
-            errors[name] = f"{name}={value}: {FIELDS[name].allowed}"
+            errors[name] = f"{name}={value}: must be {FIELDS[name].values}"
     return values, errors

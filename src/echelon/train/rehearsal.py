@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.models import ModelConfig
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.program import Costs, Program, Span, Timeline, measured, simulate
 from echelon.train.small_training import by_step, make_batch, make_engine, spans_of
 
@@ -82,7 +82,7 @@ def run_turns(plan: Plan, model: ModelConfig, batches: int) -> list[list[Span]]:
         for _ in range(batches):
             engine.step(batch)
             turn += spans_of(engine)
-        if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+        if not plan.flushes:
             engine.synchronize()  # empties the pipeline
             turn += spans_of(engine)
         turns.append(turn)

@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import Literal, NamedTuple, cast, get_args
 
 from echelon.errors import UserError, raise_errors
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 
 Nonfinite = Literal["allow", "skip", "stop"]
 CHOICES: tuple[Nonfinite, ...] = get_args(Nonfinite)
@@ -81,7 +81,7 @@ def why_unskippable(plan: Plan) -> str | None:
             "sync=async: workers push gradients at times of their own, and no step of all workers exists "
             "that could be left out; use sync=all-reduce"
         )
-    if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if not plan.flushes:
         return (
             f"schedule={plan.schedule}: stages update at times of their own, some of them before the others "
             "know that a microbatch is not finite; use schedule=1f1b"

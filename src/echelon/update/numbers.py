@@ -1,8 +1,9 @@
-"""The numbers of an update: summed over ranks on the device, and read when somebody looks.
+"""The numbers of an update: what it does with its gradients, and what it tells of itself.
 
 Reading a number from a CUDA device stops the host until all work that was queued before it is done, and the
-device then has nothing to do until the host has queued more. So a step reads nothing. `StepNumbers` starts a
-copy to the host, and only `read` waits for it.
+device then has nothing to do until the host has queued more. So a step reads nothing there: its numbers stay
+0-dim tensors, `StepNumbers` starts a copy to the host, and only `read` waits for it. On the CPU they are
+floats: `scale` takes 90 µs on tensors there, and 4 µs on floats.
 """
 
 import math
@@ -13,7 +14,62 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.parallel.data import Problem
+from echelon.parallel.data import Problem, clip_factor
+
+Number = float | Tensor
+Flag = bool | Tensor
+
+
+class Scaling(NamedTuple):
+    """`factor` of the gradients; `norm` of the mean's, before clipping.
+
+    `refused`: there are no samples, or there is a problem. `overflows`: gradients are not finite, though
+    losses are scaled. `left_out`: the step is not finite, and such steps are left out. In all three cases no
+    weight changes.
+    """
+
+    factor: Number
+    refused: Flag
+    overflows: Flag
+    norm: Number
+    left_out: Flag = False
+
+    @property
+    def skip(self) -> Flag:
+        return self.refused | self.overflows | self.left_out
+
+
+def scale(
+    sums: Sequence[float] | Tensor, clip: float | None, *, scaled: bool = False, skips: bool = False
+) -> Scaling:
+    """From the sums over ranks to what an update does with its gradients.
+
+        sums        loss total, count, count · normaliser, squares of the gradients of total / normaliser, a
+                    flag for each problem
+        mean        gradients · normaliser / count
+        clipped     · min(1, clip / norm of the mean)
+
+    `scaled`: losses have a loss scale, as part of the normaliser. Then squares that are not finite are an
+    overflow. (Those of finite gradients are: 65,504 squared is far below the 3e38 of float32.)
+    `skips`: a step whose loss or squares are not finite is left out. Of scaled losses that is one whose loss
+    is not finite, which no other loss scale would help: an overflow of gradients alone is not.
+    """
+    total, count, weighted, square = sums[:4]
+    flags, is_empty = sums[4:], count == 0
+    refused = is_empty | (flags.any() if isinstance(flags, Tensor) else any(flags))
+    accepted = refused ^ True  # `not`, of a bool and of a tensor alike
+    overflows = accepted & _is_not_finite(square) if scaled else False
+    measured = total + count if scaled else total + count + square
+    left_out = accepted & _is_not_finite(measured) if skips else False
+    divisor = count + is_empty  # where it is empty, all sums are 0, and so is the mean
+    mean = weighted / divisor / divisor
+    norm = mean * square**0.5
+    return Scaling(mean * clip_factor(norm, clip), refused, overflows, norm, left_out)
+
+
+def _is_not_finite(number: Any) -> Any:
+    return number - number != 0
+
 
 _NO_SAMPLE = "no replica had a sample that the loss counts; give the step one that has"
 _NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every worker at least one per step"
@@ -95,7 +151,7 @@ class StepNumbers:
         return cls(outcome, of_worker=of_worker, gate_errors=())
 
     @property
-    def norm(self) -> float | Tensor:
+    def norm(self) -> Number:
         """Where it is: on the device, if the numbers came from there and nobody has read them."""
         return self._values[2]
 

@@ -14,10 +14,9 @@ from echelon.parallel.data import Problem, squared_norm
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
-from echelon.update.numbers import GateNumbers, StepNumbers, check_counted
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, check_counted, scale
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision import LossScaling, Stepper
-from echelon.update.scaling import Number, scale_on_device, scale_on_host
 from echelon.update.unit_updates import UnitUpdates
 from echelon.update.update import InWhole, Update
 
@@ -101,31 +100,31 @@ class SynchronousUpdate(Update):
             _flag_wrong_count(summed, self.units)
         rules = {"scaled": self.loss_scaling is not None, "skips": self._skips_nonfinite}
         if self.deferred:
-            self._scaling = scale_on_device(summed, self._clip, **rules)
+            self._scaling = scale(summed, self._clip, **rules)
             self._count: Number = summed[1]
             found = [_on_device(each, summed) for each in self._found()]
             values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
-            self._scaling = scale_on_host(sums, self._clip, **rules)
+            self._scaling = scale(sums, self._clip, **rules)
             self._count = sums[1]
             values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
-    def _found(self) -> tuple[Number, Number, bool | Tensor]:
+    def _found(self) -> tuple[Number, Number, Flag]:
         """What `StepNumbers` tells beside sums: norm, loss scale, whether the update is skipped."""
         return self._scaling.norm, self.loss_scale, self._scaling.overflows | self._scaling.left_out
 
     @property
-    def skips(self) -> bool | Tensor:
+    def skips(self) -> Flag:
         return self._scaling.skip
 
     @property
-    def refuses(self) -> bool | Tensor:
+    def refuses(self) -> Flag:
         return self._scaling.refused
 
     @property
-    def undoes(self) -> bool | Tensor:
+    def undoes(self) -> Flag:
         return self._scaling.refused | self._scaling.left_out
 
     def step(self) -> None:

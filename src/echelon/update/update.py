@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from echelon.state.checkpoint import SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice
-from echelon.update.numbers import GateNumbers, StepNumbers
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers
 from echelon.update.precision import LossScaling
-from echelon.update.scaling import Number
 from echelon.update.unit_updates import UnitUpdates
 
 InWhole = Callable[[OwnedSlice], list[OwnedSlice]]
@@ -66,19 +65,19 @@ class Update(ABC):
         `gates` add, if the model has any."""
 
     @property
-    def skips(self) -> bool | Tensor:
+    def skips(self) -> Flag:
         """After `norm`: whether `step` changes no weight. A tensor is on the device, and to read it is to
         wait."""
         return self.refuses
 
     @property
-    def refuses(self) -> bool | Tensor:
+    def refuses(self) -> Flag:
         """After `norm`: whether there are no samples, or there is a problem, so that the step changes nothing
         and is an error. A step whose gradients overflow is none: it skips its update alone."""
         return False
 
     @property
-    def undoes(self) -> bool | Tensor:
+    def undoes(self) -> Flag:
         """After `norm`: whether the step leaves buffers as they were, too."""
         return self.refuses
 

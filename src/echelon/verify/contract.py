@@ -22,7 +22,7 @@ from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
 from echelon.nn.dtypes import DTYPES
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
+from echelon.plan import AUTO, Plan
 from echelon.state.assembly import assemble
 from echelon.state.ownership import MASTER
 from echelon.verify.case import Case
@@ -289,7 +289,7 @@ def _reference(
     """What the training of a plan is compared with, in `dtype`, and its name. `overflows`: what it skips."""
     if plan.sync == "async" and plan.staleness > 0:
         return replay(result.log, case, plan.data, dtype=dtype), LOG
-    if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if not plan.flushes:
         return train_by_formula(case, plan, result.boundaries, dtype, overflows), FORMULA
     reference = train_on_one_device(
         case,

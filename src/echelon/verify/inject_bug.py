@@ -11,7 +11,7 @@ import torch
 from echelon.engine import Engine
 from echelon.errors import UserError, did_you_mean
 from echelon.memory.recompute import SecondRunCheck
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.verify.bugs import losses, norms, passes, sums
 from echelon.verify.case import Case
 
@@ -163,7 +163,7 @@ def check_bug(name: str, plan: Plan) -> None:
     """Refuse a bug that nobody knows, or that a training with this plan has no code for."""
     if name not in BUGS:
         raise UserError(unknown_bug(name))
-    is_synchronous = plan.sync == "all-reduce" and plan.schedule not in ASYNCHRONOUS_SCHEDULES
+    is_synchronous = plan.sync == "all-reduce" and plan.flushes
     if not is_synchronous or plan.update != "step":
         raise UserError(
             f"--inject-bug needs sync=all-reduce, update=step and a schedule that flushes, but the plan is "

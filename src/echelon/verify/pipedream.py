@@ -74,7 +74,7 @@ def train_by_formula(
 
 def _made_in(plan: Plan, step: int) -> set[tuple[int, int]]:
     """The (update, stage) that a step makes: stage i is d−1−i microbatches behind those taken in."""
-    every = plan.microbatches if plan.schedule == "pipedream-2bw" else 1
+    every = plan.microbatches // plan.updates_per_step
     made = set()
     for stage in range(plan.stages):
         behind = plan.stages - 1 - stage
@@ -105,7 +105,7 @@ def _updates(batch: Any, plan: Plan) -> Iterator[list[Part]]:
 
     All of them run together: what batch norm normalises by is one number over all replicas.
     """
-    if plan.schedule == "pipedream-2bw" or plan.microbatches == 1:
+    if plan.updates_per_step == 1:
         yield [(batch, 0)]
         return
     samples = num_samples(batch)

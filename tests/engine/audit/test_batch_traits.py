@@ -29,6 +29,7 @@ def test_what_is_new() -> None:
     assert not new(real, 2 * real)
     for number in (0.0, -1.0, math.nan):
         assert new(real, torch.tensor([[1.0, 1.0], [1.0, number], [1.0, 1.0]]))
+        assert new(real[:1], torch.tensor([[1.0, number]])), "also where a replica has one sample"
     padded = torch.tensor([[True, False], [True, False]])
     assert not new(padded, padded.clone())
     assert new(padded, torch.tensor([[True, False], [False, False]]))

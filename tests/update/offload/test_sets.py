@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from echelon.plan.fields import OFFLOADS
+from echelon.plan import FIELDS
 from echelon.verify import Case, assert_equal
 from tests.contract_models import CASES
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
+OFFLOADS = FIELDS["offload"].options
 SETS = [",".join(chosen) for count in (1, 2, 3) for chosen in combinations(OFFLOADS, count)]
 ALL = ",".join(OFFLOADS)
 SOME_BYTES = 32_000  # hold some of the model's units, and not others

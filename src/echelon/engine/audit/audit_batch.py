@@ -19,7 +19,6 @@ from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.batch_traits import most_different
 from echelon.nn.batch import Batch, num_samples
 
-_UPDATE_PER_MICROBATCH = ("pipedream", "pipedream-vertical")  # each is a batch of its own
 _PER_PART = 2  # samples of a microbatch, if it has so many: a model may treat one sample differently
 
 
@@ -71,7 +70,7 @@ def choose_samples(
     is_alone = plan.data == 1 or plan.sync == "async"
     replicas = 1 if is_alone else smallest_factor(plan.data)
     parts = min(plan.microbatches, least)
-    period = 1 if plan.schedule in _UPDATE_PER_MICROBATCH else smallest_factor(parts)
+    period = 1 if plan.updates_per_step > 1 else smallest_factor(parts)
     per_part = least // parts
     per_part = min(_PER_PART, per_part) if is_small else per_part
     share = period * per_part

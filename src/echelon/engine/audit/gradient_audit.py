@@ -41,7 +41,6 @@ from echelon.errors import UserError
 from echelon.memory.gist import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run
 from echelon.update.update import InWhole, Update
 
@@ -197,7 +196,7 @@ class GradientAudit:
 
     def _watched_hooks(self) -> AbstractContextManager[dict[str, str]]:
         plan = self._parts.mesh.plan
-        is_flushed = plan.sync != "async" and plan.schedule not in ASYNCHRONOUS_SCHEDULES
+        is_flushed = plan.sync != "async" and plan.flushes
         if not (is_flushed and is_cut(plan)):
             return nullcontext({})
         return watched_hooks(

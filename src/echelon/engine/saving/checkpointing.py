@@ -1,25 +1,15 @@
-"""Saving and loading of an engine: what its `save` and `load` do, and whether the last load has succeeded."""
+"""`engine.save` and `engine.load`: what all ranks call together, and how far the last load has come."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from echelon.engine.saving.checkpoints import (
-    check_storable,
-    describe,
-    own_learned,
-    owned_extra_state,
-    owned_random,
-    unfinished,
-)
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.loading import Loading
-from echelon.engine.saving.temporary_buffers import TemporaryBuffers
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.parallel.observer import StepObserver
-from echelon.state.checkpoint import Manifest, SavedState, SaveOptions, Saver, numbers_of, open_whole
+from echelon.state.checkpoint import Manifest, SavedState, SaveOptions, Saver, open_whole
 from echelon.state.ownership import OwnedSlice, Slice
 
 
@@ -33,7 +23,6 @@ class Checkpointing(StepObserver):
         mesh = state.mesh
         self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
         runner.observers.add(self)
-        self._temporary_buffers = TemporaryBuffers(state.module)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
 
     # Saving.
@@ -55,22 +44,7 @@ class Checkpointing(StepObserver):
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
         self._synchronize()
-        owned = self._saved_slices()
-        return owned, describe(self._state.mesh, self._state.counter.begun, self._state.update, extra)
-
-    def _saved_slices(self) -> list[OwnedSlice]:
-        """All that this rank has to save; raises on every rank if there is something that cannot be."""
-        state = self._state
-        slices = [*state.owned(), *state.own_counters(self._runner.counters())]
-        slices += [*owned_random(state.mesh, state.seed), *self._temporary_buffers.owned()]
-        slices.append(own_learned(state.mesh, state.local))
-
-        def add_and_check() -> None:
-            slices.extend(owned_extra_state(state.module))
-            check_storable(slices)
-
-        check_on_every_rank(add_and_check)
-        return slices
+        return self._state.saved(self._runner.counters()), self._state.manifest(extra)
 
     def finish_saving(self) -> None:
         self._saver.finish()
@@ -97,7 +71,10 @@ class Checkpointing(StepObserver):
     def check_loaded(self) -> None:
         """Raise if a part of the state is a checkpoint's, and a part is not."""
         if self.is_loaded_in_part:
-            raise unfinished(self._unfinished_load)
+            raise UserError(
+                f"this engine has a part of its state from {self._unfinished_load}, whose load has failed, "
+                "and a part from before; load a whole checkpoint with engine.load, or start again"
+            )
 
     def load(self, path: str | Path, *, optimizer: bool, options: bool, verify: bool) -> dict[str, Any]:
         return self._load(lambda: open_whole(path, verify=verify), optimizer=optimizer, options=options)
@@ -111,30 +88,13 @@ class Checkpointing(StepObserver):
         failed, self._unfinished_load = self._unfinished_load, ""
         try:
             self._synchronize()
-            loading = Loading(open_saved(), self._state, self._temporary_buffers.all())
-            loading.check(optimizer=optimizer, options=options)
-            loading.compare_seed()
+            loading = Loading(open_saved(), self._state, optimizer=optimizer, options=optimizer and options)
+            loading.check()
             failed = str(loading.saved.path)
-            self._take(loading, optimizer=optimizer, options=options)
+            self._saver.before_changes()
+            loading.read()
+            loading.restore(self._runner)
             failed = ""
         finally:
             self._unfinished_load = failed
         return loading.saved.manifest.extra
-
-    def _take(self, loading: Loading, *, optimizer: bool, options: bool) -> None:
-        self._saver.before_changes()
-        loading.read(optimizer=optimizer)
-        state, saved = self._state, loading.saved.manifest.numbers
-        numbers = numbers_of(saved, state.worker, state.mesh.plan.data)
-
-        def restore() -> None:
-            if optimizer and options:
-                loading.restore_options()
-            state.update.restore(saved)
-            self._runner.restore(numbers)
-            state.counter.restore(numbers)
-            if loading.is_same_plan:
-                loading.restore_learned()
-                loading.restore_random()
-
-        check_on_every_rank(restore)  # workers go on when the server has its state

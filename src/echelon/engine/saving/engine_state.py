@@ -1,36 +1,88 @@
-"""The state of an engine on this rank: which slices of which global tensors, and its counters."""
+"""The state of an engine on this rank, as slices of global tensors: all that it needs to go on.
 
-from collections.abc import Mapping
-from typing import NamedTuple, final
+owned()        weights, float32 masters, optimizer state, buffers, counters of steps, seed
+saved()        these, and what else a checkpoint holds:
+  (random)       where nothing is seeded, the random state of each rank
+  (learned)      what the first step has shown, and later ones compute by
+  extra state    what modules return from get_extra_state: a tensor, or plain data as JSON
+  temporary      buffers that are not persistent, if training has changed them
+manifest()     options of the optimizer's groups, and state of the optimizer that is no tensor
+"""
 
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, final
+
+import torch
 from torch import Tensor, nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.saving.checkpoints import own_number
 from echelon.engine.step.step_counter import StepCounter
+from echelon.errors import raise_errors
+from echelon.launching.group import check_on_every_rank
+from echelon.launching.messages.byte_collectives import all_gather_bytes
+from echelon.nn.wrapping import find_wrapper
+from echelon.parallel.data.bucketed import Bucketed
 from echelon.parallel.stage import LocalStages
-from echelon.state.ownership import OwnedSlice, StateNames, whole_slice
-from echelon.update.scaling import Number
+from echelon.parallel.tensor.columns import Multiplier
+from echelon.parallel.tensor.modules import Column
+from echelon.state.bounded_json import parse_json
+from echelon.state.checkpoint import Manifest
+from echelon.state.checkpoint.manifest import Number as PlainNumber
+from echelon.state.ownership import ENGINE, OwnedSlice, Slice, StateNames, whole_slice
+from echelon.state.weight_files.tensor_file import DTYPES
+from echelon.update.numbers import Number
 from echelon.update.update import InWhole, Update
+from echelon.version import VERSION
+
+RANDOM, LEARNED = "(random)", "(learned)"  # names in a checkpoint; no parameter can have them
+JSON = "json"  # the part of a module's extra state that is plain data
+EXTRA_STATE = "_extra_state"  # torch's name for it, behind that of the module
+TEMPORARY = "temporary"  # the part that is a buffer which no state dict has
+PARAMETERS = "parameters"  # the names of a group's parameters, among its options
+
+_PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 
 
 @final
-class EngineState(NamedTuple):
-    """What an engine trains, as it is now."""
+class EngineState:
+    """What an engine trains, as it is now; saving, loading and the audit read it."""
 
-    mesh: Mesh
-    module: nn.Module
-    names: StateNames
-    local: LocalStages
-    in_whole: InWhole
-    update: Update
-    counter: StepCounter
-    seed: int | None
+    def __init__(
+        self,
+        mesh: Mesh,
+        module: nn.Module,
+        names: StateNames,
+        local: LocalStages,
+        in_whole: InWhole,
+        update: Update,
+        counter: StepCounter,
+        seed: int | None,
+    ) -> None:
+        self.mesh, self.module, self.names, self.local = mesh, module, names, local
+        self.in_whole, self.update, self.counter = in_whole, update, counter
+        self.seed = -1 if seed is None else seed  # -1: nothing is seeded
+        # torch leaves buffers out of state dicts that can be computed again: tables of positions, masks. One
+        # that a forward writes to cannot, and its version or address tells.
+        self._first_marks = {name: _mark(buffer) for name, buffer in _temporary(module)}
+
+    @property
+    def worker(self) -> int | None:
+        """Which asynchronous worker this rank is of."""
+        return self.mesh.position.replica if self.mesh.plan.sync == "async" else None
+
+    # Slices.
 
     def owned(self) -> list[OwnedSlice]:
-        """Weights, float32 masters, optimizer state, buffers and counters."""
         parts = [each for owned in self.update.owned() for each in self.in_whole(owned)]
-        return [*parts, *self.update.owned_whole(), *self.buffers(), *self._counters()]
+        counters = {
+            "steps": self.counter.updates,
+            "begun steps": self.counter.begun,
+            "skipped steps": self.counter.skipped,
+        }
+        numbers = [*self._counters(counters), _number("seed", self.seed)]
+        return [*parts, *self.update.owned_whole(), *self.buffers(), *numbers]
 
     def values(self) -> list[OwnedSlice]:
         """Weights and buffers."""
@@ -45,25 +97,214 @@ class EngineState(NamedTuple):
             if isinstance(buffer, Tensor) and name in self.names.state and name not in self.names.parameters
         ]
 
-    def _counters(self) -> list[OwnedSlice]:
-        counters = {
-            "steps": self.counter.updates,
-            "begun steps": self.counter.begun,
-            "skipped steps": self.counter.skipped,
-        }
-        return [*self.own_counters(counters), own_number("seed", self.seed_number)]
+    def temporary_buffers(self, *, changed: bool = False) -> list[OwnedSlice]:
+        """The buffers that no state dict has; `changed`: those that were changed, or not there."""
+        return [
+            OwnedSlice(whole_slice(name, buffer, TEMPORARY), buffer)
+            for name, buffer in _temporary(self.module)
+            if not changed or self._first_marks.get(name) != _mark(buffer)
+        ]
 
-    def own_counters(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
+    def saved(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
+        """All that this rank has to save, with `counters` of its runner. Raises on every rank if a part of it
+        cannot be saved."""
+        slices = [*self.owned(), *self._counters(counters), *self.temporary_buffers(changed=True)]
+        slices += [_bytes(LEARNED, f"rank {self.mesh.rank}", _json_bytes(learned_order(self.local)))]
+        if self.seed == -1:
+            slices += [_bytes(RANDOM, part, random) for part, random in self._random_states().items()]
+
+        def add_and_check() -> None:
+            slices.extend(_extra_state(self.module))
+            _check_storable(slices)
+
+        check_on_every_rank(add_and_check)
+        return slices
+
+    def _counters(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
         """Numbers of this rank; asynchronous workers each have their own."""
         whose = "" if self.worker is None else f" of worker {self.worker}"
-        return [own_number(f"{part}{whose}", value) for part, value in counters.items()]
+        return [_number(f"{part}{whose}", value) for part, value in counters.items()]
 
-    @property
-    def worker(self) -> int | None:
-        """Which asynchronous worker this rank is of."""
-        return self.mesh.position.replica if self.mesh.plan.sync == "async" else None
+    def _random_states(self) -> dict[str, Tensor]:
+        rank, device = self.mesh.rank, self.mesh.device
+        states = {f"cpu of rank {rank}": torch.get_rng_state()}
+        if device.type == "cuda":
+            states[f"cuda of rank {rank}"] = torch.cuda.get_rng_state(device)
+        return states
 
-    @property
-    def seed_number(self) -> int:
-        """-1: nothing is seeded."""
-        return -1 if self.seed is None else self.seed
+    # The manifest.
+
+    def manifest(self, extra: Mapping[str, Any]) -> Manifest:
+        """Describe what a checkpoint holds beside tensors and files; all ranks must call this."""
+        numbers: dict[str, dict[str, PlainNumber]] = {}
+        check_on_every_rank(lambda: numbers.update(_state_numbers(self.update)))
+        rows = self.gather([_groups(self.update), numbers])
+        return Manifest(
+            step=self.counter.begun,
+            plan=str(self.mesh.plan),
+            ranks=self.mesh.plan.ranks,
+            saved=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={"echelon": VERSION, "torch": torch.__version__},
+            groups=_joined(group for groups, _ in rows for group in groups),
+            state_numbers={name: of_name for _, by_name in rows for name, of_name in by_name.items()},
+            extra=dict(extra),
+        )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Plain data of every rank, in rank order."""
+        if self.mesh.plan.ranks == 1:
+            return [value]
+        return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
+
+
+def _groups(update: Update) -> list[dict[str, Any]]:
+    """The options of this rank's groups as plain values, with the names of their parameters."""
+    names = {tensor: name for name, tensor in update.updated_tensors()}
+    return [
+        {
+            **{
+                option: value.item() if isinstance(value, Tensor) else value
+                for option, value in group.items()
+                if option not in ("params", "param_names") and isinstance(value, _PLAIN)
+            },
+            PARAMETERS: sorted({names[p] for p in group["params"] if p in names}),
+        }
+        for group in update.optimizer.param_groups
+    ]
+
+
+def _joined(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of all ranks: those with the same options are one."""
+    joined: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    for group in groups:
+        options = {name: value for name, value in group.items() if name != PARAMETERS}
+        joined.setdefault(json.dumps(options, sort_keys=True), (options, set()))[1].update(group[PARAMETERS])
+    return [{**options, PARAMETERS: sorted(names)} for options, names in joined.values()]
+
+
+def _state_numbers(update: Update) -> dict[str, dict[str, PlainNumber]]:
+    """State that is no tensor: numbers. None is as good as nothing; anything else is refused."""
+    numbers: dict[str, dict[str, PlainNumber]] = {}
+    errors = []
+    for name, tensor in update.updated_tensors():
+        for key, value in update.optimizer.state.get(tensor, {}).items():
+            if isinstance(value, bool | int | float):
+                numbers.setdefault(name, {})[key] = value
+            elif value is not None and not isinstance(value, Tensor):
+                errors.append(f"{name}: its state {key!r} is a {type(value).__name__}")
+    kind = type(update.optimizer).__name__
+    raise_errors(f"the state of optimizer {kind}, which must be tensors or numbers to be saved", errors)
+    return numbers
+
+
+def _check_storable(owned: Iterable[OwnedSlice]) -> None:
+    """Refuse tensors of types that a safetensors file cannot hold."""
+    known = set(DTYPES.values())
+    raise_errors(
+        "the state of this engine, which cannot be saved",
+        [
+            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors "
+            "file holds; use another type"
+            for each in owned
+            if each.tensor.dtype not in known
+        ],
+    )
+
+
+def _number(part: str, value: Number) -> OwnedSlice:
+    """A number of the engine's own."""
+    return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
+
+
+def _bytes(name: str, part: str, data: Tensor) -> OwnedSlice:
+    return OwnedSlice(whole_slice(name, data, part), data)
+
+
+def _json_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+# Extra state of modules, and buffers that are not persistent.
+
+
+def _extra_state(module: nn.Module) -> list[OwnedSlice]:
+    """Extra state that is plain data; tensors are among the buffers."""
+    owned, errors = [], []
+    for name, each in extra_state_modules(module).items():
+        value = each.get_extra_state()
+        if isinstance(value, Tensor):
+            continue
+        try:
+            data = _json_bytes(value)
+            parse_json(data.numpy().tobytes())  # what is saved can be loaded
+        except (TypeError, ValueError, RecursionError) as error:
+            errors.append(
+                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it "
+                f"must return a tensor, or lists, dicts, strings and numbers ({error})"
+            )
+            continue
+        owned.append(_bytes(name, JSON, data))
+    raise_errors("the extra state of modules, which cannot be saved", errors)
+    return owned
+
+
+def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of this rank that have extra state, by its name in the state dict."""
+    return {
+        f"{path}.{EXTRA_STATE}".removeprefix("."): each
+        for path, each in module.named_modules()
+        if type(each).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _temporary(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, each in module.named_modules():
+        for name in sorted(each._non_persistent_buffers_set):
+            buffer = each._buffers.get(name)
+            if buffer is not None and buffer.layout is torch.strided:
+                yield f"{path}.{name}".removeprefix("."), buffer
+
+
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    return buffer._version, buffer.data_ptr()
+
+
+# What the first step has shown, and later ones compute by. It decides in which order numbers are summed: the
+# same plan goes on in every bit as if it had not stopped, and to other plans it does not matter.
+#
+#     columns    which matrices have one input, and sum its gradient together (parallel/tensor/columns.py)
+#     buckets    in which order gradients come, and lie in buckets
+
+
+def learned_order(local: LocalStages) -> dict[str, Any]:
+    """What this rank has learned, as plain data."""
+    columns = dict(_columns(local))
+    names: dict[Multiplier, str] = {column: name for name, column in columns.items()}
+    sharing = {
+        names[first]: [names[each] for each in together]
+        for shared in {column.region.shared_input for column in columns.values()}
+        for first, together in shared.learned.items()
+    }
+    return {"columns": sharing, "buckets": [each.learned_order() for each in _bucketed(local)]}
+
+
+def restore_learned_order(local: LocalStages, data: dict[str, Any]) -> None:
+    """Begin with what another engine of the same plan has learned."""
+    columns = dict(_columns(local))
+    for first, together in data["columns"].items():
+        if all(name in columns for name in (first, *together)):
+            columns[first].region.shared_input.learned[columns[first]] = [columns[name] for name in together]
+    for each, order in zip(_bucketed(local), data["buckets"], strict=False):
+        each.restore_order(order)
+
+
+def _columns(local: LocalStages) -> Iterator[tuple[str, Column]]:
+    for index, stage in local.stages.items():
+        for path, module in stage.module.named_modules():
+            column = find_wrapper(module, Column)
+            if column is not None:
+                yield f"{index}/{path}", column
+
+
+def _bucketed(local: LocalStages) -> list[Bucketed]:
+    return [sharing for sharing in dict.fromkeys(local.sharings) if isinstance(sharing, Bucketed)]

@@ -18,21 +18,22 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.saving.checkpoints import (
+from echelon.engine.saving.engine_state import (
     EXTRA_STATE,
     JSON,
+    LEARNED,
     PARAMETERS,
     RANDOM,
+    TEMPORARY,
+    EngineState,
     extra_state_modules,
-    gather,
+    restore_learned_order,
 )
-from echelon.engine.saving.engine_state import EngineState
-from echelon.engine.saving.learned import LEARNED, restore_learned
-from echelon.engine.saving.temporary_buffers import TEMPORARY
+from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError, raise_errors
 from echelon.launching.group import check_on_every_rank
 from echelon.state.bounded_json import parse_json
-from echelon.state.checkpoint import SavedState, number_errors
+from echelon.state.checkpoint import SavedState, number_errors, numbers_of
 from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.pieces import whole
 from echelon.update.optim.state_forms import inner_optimizers, state_forms
@@ -41,27 +42,30 @@ from echelon.update.update import Update
 
 @final
 class Loading(NamedTuple):
-    """A checkpoint, and the engine that it is loaded into."""
+    """A checkpoint, and the engine that it is loaded into: `check`, `read`, `restore`, in this order.
+    `optimizer`: with the state of its optimizer. `options`: with the options of its groups."""
 
     saved: SavedState
     state: EngineState
-    temporary_buffers: Sequence[OwnedSlice]
+    optimizer: bool
+    options: bool
 
-    def check(self, *, optimizer: bool, options: bool) -> None:
+    def check(self) -> None:
         """Raise, on every rank, all reasons why the engine cannot take the checkpoint. Changes nothing."""
-        values = [*self.state.values(), *self.temporary_buffers]
+        values = [*self.state.values(), *self.state.temporary_buffers()]
         errors = [*name_errors(self.saved, self.state.names), *value_errors(self.saved, values)]
         errors += number_errors(self.saved.manifest.numbers)
-        if optimizer:
+        if self.optimizer:
             errors += optimizer_errors(self.saved, self.state.update)
-        if optimizer and options:
+        if self.options:
             errors += option_errors(self.saved.manifest.groups, self.state.update)
-        found = dict.fromkeys(error for of_rank in gather(self.state.mesh, errors) for error in of_rank)
+        found = dict.fromkeys(error for of_rank in self.state.gather(errors) for error in of_rank)
         raise_errors(f"checkpoint {self.saved.path} for this engine", list(found))
+        self._compare_seeds()
 
-    def compare_seed(self) -> None:
-        """Warn, once, if random numbers will not go on as they were; -1: nothing was seeded."""
-        seed = self.state.seed_number
+    def _compare_seeds(self) -> None:
+        """Warn, once, if random numbers will not go on as they were."""
+        seed = self.state.seed
         saved = self.saved.manifest.numbers.get("seed", seed)
         if saved != seed and self.state.mesh.rank == 0:
             warnings.warn(
@@ -71,21 +75,23 @@ class Loading(NamedTuple):
                 stacklevel=2,
             )
 
-    def read(self, *, optimizer: bool) -> None:
+    def read(self) -> None:
         """Each rank reads what it holds; then those that hold less than they use exchange it."""
-        check_on_every_rank(lambda: self._read(optimizer=optimizer))
+        check_on_every_rank(self._read)
         for sharing in dict.fromkeys(self.state.local.sharings):
             sharing.share_first_weights()
 
     @torch.no_grad()
-    def _read(self, *, optimizer: bool) -> None:
+    def _read(self) -> None:
         self._read_weights()
-        for each in (*self.state.buffers(), *self.temporary_buffers):
+        for each in (*self.state.buffers(), *self.state.temporary_buffers()):
             is_saved = each.slice.part in self.saved.parts(each.slice.name)
             if is_saved and not each.slice.name.endswith(EXTRA_STATE):
                 self.saved.read(each.slice, each.tensor)
-        self._read_extra_state()
-        self.state.update.load(self.saved, self.state.in_whole, state=optimizer)
+        for name, module in extra_state_modules(self.state.module).items():
+            is_plain = JSON in self.saved.parts(name)
+            module.set_extra_state(self._plain(name, JSON) if is_plain else self._whole(name, VALUE))
+        self.state.update.load(self.saved, self.state.in_whole, state=self.optimizer)
 
     def _read_weights(self) -> None:
         for sharing in dict.fromkeys(self.state.local.sharings):
@@ -97,33 +103,36 @@ class Loading(NamedTuple):
                     part = self.saved.value_part(box.slice.name, box.tensor.dtype)
                     self.saved.read(box.slice._replace(part=part), box.tensor)
 
-    def _read_extra_state(self) -> None:
-        for name, module in extra_state_modules(self.state.module).items():
-            is_plain = JSON in self.saved.parts(name)
-            module.set_extra_state(self._plain(name, JSON) if is_plain else self._whole(name, VALUE))
+    def restore(self, runner: StepRunner) -> None:
+        """Give the engine what is no tensor of its own: options, counters, and, under the plan that saved
+        them, what the first step has shown and random states."""
+        check_on_every_rank(lambda: self._restore(runner))  # workers go on when the server has its state
 
-    def restore_options(self) -> None:
-        apply_options(self.saved.manifest.groups, self.state.update)
+    def _restore(self, runner: StepRunner) -> None:
+        state, saved, plan = self.state, self.saved.manifest, self.state.mesh.plan
+        if self.options:
+            apply_options(saved.groups, state.update)
+        state.update.restore(saved.numbers)
+        numbers = numbers_of(saved.numbers, state.worker, plan.data)
+        runner.restore(numbers)
+        state.counter.restore(numbers)
+        if (saved.plan, saved.ranks) == (str(plan), plan.ranks):
+            self._restore_learned(f"rank {state.mesh.rank}")
+            self._restore_random()
 
-    @property
-    def is_same_plan(self) -> bool:
-        """Whether as many ranks go on as they were."""
-        saved = self.saved.manifest
-        return (saved.plan, saved.ranks) == (str(self.state.mesh.plan), self.state.mesh.plan.ranks)
-
-    def restore_learned(self) -> None:
-        if f"rank {self.state.mesh.rank}" in self.saved.parts(LEARNED):
+    def _restore_learned(self, part: str) -> None:
+        if part in self.saved.parts(LEARNED):
             with self._refusing_strangers(LEARNED):
-                restore_learned(self.state.local, self._plain(LEARNED, f"rank {self.state.mesh.rank}"))
+                restore_learned_order(self.state.local, self._plain(LEARNED, part))
 
-    def restore_random(self) -> None:
+    def _restore_random(self) -> None:
         """Random states are there if nothing was seeded."""
-        parts, rank = self.saved.parts(RANDOM), self.state.mesh.rank
+        parts, rank, device = self.saved.parts(RANDOM), self.state.mesh.rank, self.state.mesh.device
         with self._refusing_strangers(RANDOM):
             if f"cpu of rank {rank}" in parts:
                 torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {rank}"))
-            if f"cuda of rank {rank}" in parts and self.state.mesh.device.type == "cuda":
-                torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), self.state.mesh.device)
+            if f"cuda of rank {rank}" in parts and device.type == "cuda":
+                torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), device)
 
     def _plain(self, name: str, part: str) -> Any:
         """A small tensor of bytes that are JSON."""

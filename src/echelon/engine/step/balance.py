@@ -11,7 +11,7 @@ f is a forward pass that only records: the statistics pass, which costs one forw
 
 One all-reduce over all ranks brings the statistics of every gate, and what all losses counted, to everyone.
 Losses are divided by a normaliser n before the backward pass, and an update multiplies gradients by n / count
-(update/scaling.py). So the gradient of an auxiliary loss is multiplied by count / n, with the count that the
+(update/numbers.py). So the gradient of an auxiliary loss is multiplied by count / n, with the count that the
 forwards have found: it comes out as that of the loss itself, whatever was expected of the count, and with any
 loss scale, which is a part of n.
 """
@@ -32,7 +32,7 @@ from echelon.nn.experts import Gate, Recorder, recording
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.update.numbers import GateNumbers
 
 _LATE = (
@@ -94,7 +94,7 @@ class GateList:
 
     def check(self, plan: Plan) -> None:
         """Refuse gates that need sums over a global batch, where updates have none."""
-        if plan.sync != "async" and plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+        if plan.sync != "async" and plan.flushes:
             return
         choice = "sync=async" if plan.sync == "async" else f"schedule={plan.schedule}"
         whose = "each worker's own" if plan.sync == "async" else "each microbatch's own, at other weights"
@@ -340,7 +340,7 @@ def make_balance(
     """None where there is no gate, or no step of which all ranks could add up anything."""
     if not gates.places:
         return None
-    if mesh.plan.sync == "async" or mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if mesh.plan.sync == "async" or not mesh.plan.flushes:
         observers.add(DiscardStatistics())
         return None
     balance = Balance(gates, mesh, local, layers)

@@ -16,8 +16,7 @@ from echelon.parallel.observer import ForwardPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.program import Program, build
 from echelon.program.step_program import continuous_steps
-from echelon.update.numbers import StepNumbers
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number, StepNumbers
 from echelon.update.synchronous_update import SynchronousUpdate
 
 
@@ -104,13 +103,13 @@ class ContinuousRunner(StepRunner):
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         super().restore(numbers)
-        self._updates = self._loaded_updates = int(numbers["begun steps"]) * self._updates_per_step
+        self._updates = self._loaded_updates = int(numbers["begun steps"]) * self._mesh.plan.updates_per_step
 
     def storages(self) -> list[Tensor]:
         return self._versions.storages()
 
     def update(self) -> None:
-        self._update.set_learning_rate(self._updates // self._updates_per_step)
+        self._update.set_learning_rate(self._updates // self._mesh.plan.updates_per_step)
         self._update.number = self._updates
         self.observers.tell("after_passes")
         try:
@@ -119,11 +118,6 @@ class ContinuousRunner(StepRunner):
             self._refusal = self._refusal or error
         super().update()
         self._updates += 1
-
-    @property
-    def _updates_per_step(self) -> int:
-        plan = self._mesh.plan
-        return 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
 
     def publish(self) -> None:
         # Backward passes that are still to come have saved buffers, and autograd would refuse those that were

@@ -18,7 +18,7 @@ from echelon.nn.dtypes import DTYPES
 from echelon.nn.inputs import shared_inputs, tensors_of
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 
 Scope = Callable[[int], AbstractContextManager[None]]  # of the microbatch with this number
 

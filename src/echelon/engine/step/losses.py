@@ -8,7 +8,7 @@ from echelon.nn.batch import total_and_count
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, LossPass, Observers
 from echelon.parallel.padding import LocalTargets
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 
 
 @final

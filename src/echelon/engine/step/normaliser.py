@@ -28,8 +28,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.inputs import tensors_of
 from echelon.nn.targets import IGNORED_TARGET
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 
 
 class Counts(NamedTuple):
@@ -62,7 +61,7 @@ class LossNormaliser:
         self._is_learned = False
         self._compares = exact and not deferred and plan.context == 1 and not plan.sequence
         self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
-        self._updates_per_step = plan.microbatches if plan.schedule in _UPDATE_PER_MICROBATCH else 1
+        self._updates_per_step = plan.updates_per_step
         self._before: Counts | None = None  # those of the last step
         self._is_first = True
 
@@ -223,9 +222,6 @@ def _check_count(count: float, targets: Any, rule: int) -> None:
             "units are updated in the backward pass, before which the count of all losses must be known; let "
             "the loss return a mean, or the same kind of count in every step, or use update=step"
         )
-
-
-_UPDATE_PER_MICROBATCH = frozenset(ASYNCHRONOUS_SCHEDULES) - {"pipedream-2bw"}
 
 
 def count_targets(targets: Any, samples: int, device: torch.device | None = None) -> Counts:

@@ -23,7 +23,6 @@ from echelon.engine.step.side_effects import FirstForward, without_autocast_cach
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.parallel.data import talks_in_forward
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.program import (
     Instruction,
     Program,
@@ -34,8 +33,7 @@ from echelon.program import (
     forward_only,
     without_update,
 )
-from echelon.update.numbers import StepNumbers
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number, StepNumbers
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
 _HALF_UPDATED = (
@@ -53,7 +51,7 @@ class StepRunner(ABC):
         self._balance = balance
         plan, program = self._mesh.plan, self._local.program
         self._rank = self._mesh.group("pipeline").rank
-        self._pipelined = program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
+        self._pipelined = program.stages > 1 or not plan.flushes
         talks = self._local.lockstep or any(map(talks_in_forward, self._local.modules)) or plan.expert > 1
         # Ranks that talk within passes must run the same number of them.
         fixed_count = self._pipelined or talks or plan.schedule_is_file

@@ -16,7 +16,6 @@ from echelon.nn.draws import EVALUATION, SampleDraws
 from echelon.nn.dropout import counted_samples, draw_masks_again, key_dropout, keyed_modules, noises, scope
 from echelon.nn.hashing import hash_of
 from echelon.nn.wrapping import Wrapping
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.update.numbers import HostCopy
 
 Counts = Callable[[int], Sequence[int] | Tensor]  # from the samples of this replica to those of each
@@ -167,7 +166,7 @@ class DrawAgreement:
         plan = mesh.plan
         # Steps until every stage has run twice: whoever draws otherwise is named at the second pass.
         # PipeDream fills its pipeline first.
-        self._num_open = 2 + (len(plan.replicas) if plan.schedule in ASYNCHRONOUS_SCHEDULES else 0)
+        self._num_open = 2 + (0 if plan.flushes else len(plan.replicas))
         self._is_open, self.is_late = True, False
         self._is_agreed = True
         self._flag: HostCopy | None = None

@@ -18,7 +18,7 @@ from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.parallel.observer import ForwardPass, StepObserver
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 
 _LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
 
@@ -158,7 +158,7 @@ def frees_weights(plan: Plan) -> bool:
 def keeps_changes(plan: Plan) -> bool:
     """Return whether one forward pass is all of a step's, and what it changes in weights stays: below float32
     masters overwrite it."""
-    is_whole = plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan)
+    is_whole = plan.flushes and not is_cut(plan)
     return is_whole and plan.precision in ("fp32", "fp64")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from echelon.errors import raise_errors
 from echelon.memory.gist.dense import overlap
 from echelon.nn.inputs import tensors_of
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
@@ -101,7 +101,7 @@ def _moves(weight: Tensor, plan: Plan, device: torch.device | None, dtype: torch
     )
     is_sharded = (plan.zero > 0 and plan.ranks > 1) or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
     is_copied = plan.precision in ("bf16", "fp16") or bool(plan.offload) or plan.sync == "async"
-    return is_converted or is_sharded or is_copied or plan.schedule in ASYNCHRONOUS_SCHEDULES
+    return is_converted or is_sharded or is_copied or not plan.flushes
 
 
 def _what_happens(plan: Plan, place: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 
 
 def calls_as_one_device(plan: Plan) -> bool:
@@ -16,7 +16,7 @@ def calls_as_one_device(plan: Plan) -> bool:
 def needs_idle(plan: Plan) -> bool:
     """Whether anything beside the model's own parameters follows from their values."""
     is_low = plan.precision not in ("fp32", "fp64")
-    return plan.ranks > 1 or is_low or bool(plan.offload) or plan.schedule in ASYNCHRONOUS_SCHEDULES
+    return plan.ranks > 1 or is_low or bool(plan.offload) or not plan.flushes
 
 
 def updates_itself(plan: Plan) -> bool:
@@ -51,7 +51,7 @@ def changed_weight_error(
         return (
             f"{names}: changed by hand, and with sync=async the server's weights come before each step; {fix}"
         )
-    if plan.schedule in ASYNCHRONOUS_SCHEDULES and not is_empty:
+    if not plan.flushes and not is_empty:
         return (
             f"{names}: changed by hand while microbatches of older weights are under way "
             f"(schedule={plan.schedule}); call engine.synchronize() before the change"

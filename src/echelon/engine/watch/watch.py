@@ -31,7 +31,6 @@ from echelon.parallel.data.problems import Problem
 from echelon.parallel.data.zero.idle import Idle
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.update.update import Update
 
 _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
@@ -167,7 +166,7 @@ class Watch:
     def _decides_alone(self) -> bool:
         """Whether other ranks see the same, or nobody can wait for them before the update."""
         plan = self._plan
-        is_flushed = plan.schedule not in ASYNCHRONOUS_SCHEDULES and plan.update == "step"
+        is_flushed = plan.flushes and plan.update == "step"
         return plan.stages == 1 or not is_flushed
 
     def _check_structure(self) -> UserError | None:

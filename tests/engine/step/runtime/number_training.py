@@ -18,7 +18,7 @@ from echelon.engine.step.runtime import Interpreter, Microbatch, MicrobatchLoss,
 from echelon.parallel.data import Buffers
 from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import Stage
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import Plan
 from echelon.program import RECEIVES, SENDS, Instruction, Program, add_transfers, asynchronous, forward_only
 from echelon.program.step_program import step_program
 from tests.nccl_like import NcclMesh, NcclWorld
@@ -215,7 +215,7 @@ def check_training(
     wherever they compute.
     """
     plan = Plan.parse(text)
-    runs = (continuous_runs if plan.schedule in ASYNCHRONOUS_SCHEDULES else flushed_runs)(plan, length)
+    runs = (flushed_runs if plan.flushes else continuous_runs)(plan, length)
     program = runs[0].program
     world = NcclWorld(plan.ranks, **options)
 

@@ -37,7 +37,7 @@ def plans(schedule: str, stages: int, numbers: Iterable[int]) -> Iterator[str]:
 
 def runs_of(text: str) -> list[Run]:
     plan = Plan.parse(text)
-    return (continuous_runs if plan.schedule in ASYNCHRONOUS_SCHEDULES else flushed_runs)(plan, 1)
+    return (flushed_runs if plan.flushes else continuous_runs)(plan, 1)
 
 
 def lists_of(plan: str) -> list[list[Operation]]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from echelon.update.scaling import Number
+from echelon.update.numbers import Number
 
 
 class MicrobatchLoss(NamedTuple):

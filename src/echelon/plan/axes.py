@@ -1,0 +1,137 @@
+"""The axes of a plan: how many ranks along each, and how those of an axis work together."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from echelon.plan.field import Rule, choice, count, described, number_of
+
+if TYPE_CHECKING:
+    from echelon.plan.plan import Plan
+
+AUTO = "auto"  # the stages are chosen by measuring the model
+
+
+def _read_stages(value: Any) -> int | tuple[int, ...] | str:
+    """'2' → 2 stages; '3-1' → stages of 3 and 1 replicas; '1-1' is just 2 stages; 'auto' stays."""
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, str) and "-" in value:
+        value = value.split("-")
+    if not isinstance(value, (list, tuple)):
+        return number_of(value)
+    replicas = tuple(number_of(part) for part in value)
+    if len(replicas) < 2:  # replicas of a single stage are what `data` is for
+        raise ValueError
+    return len(replicas) if set(replicas) == {1} else replicas
+
+
+def _show_stages(value: int | tuple[int, ...] | str) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _fix_measured_shards(plan: "Plan") -> str:
+    """Name stages of so many replicas where the other rules accept replicas of single stages."""
+    may_replicate = plan.flushes and plan.expert == 1 and plan.zero < (2 if plan.schedule == "naive" else 3)
+    stages = f"give the stages, like pipeline={plan.shard}-{plan.shard}"
+    return f"set data to a multiple of {plan.shard}, or {stages if may_replicate else 'drop shard'}"
+
+
+def _why_measured_shards(plan: "Plan") -> str:
+    """measuring may find any number of replicas of a stage"""
+    return (
+        f"measuring may find any number of replicas of a stage, and groups of {plan.shard} must fit each; "
+        f"data × context = {plan.data * plan.context} is not divisible by {plan.shard}"
+    )
+
+
+def _are_experts_uneven(plan: "Plan") -> bool:
+    """Groups of `shard` neighbouring ranks have different numbers of ranks with the same experts."""
+    contexts, neighbours = plan.context, plan.expert * plan.context
+    shard = plan.shard or neighbours
+    is_even = shard % neighbours == 0 or contexts % shard == 0
+    return plan.expert > 1 and not is_even and not (shard <= neighbours and shard % contexts == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The degree along each axis."""
+
+    data: int = count("replicas; each takes a part of the global batch", axis="data")
+    tensor: int = count("ranks that share each matrix", axis="tensor")
+    pipeline: int | tuple[int, ...] | str = described(
+        1,
+        "a number of stages, at least 1; or the replicas of each stage, like 3-1; or auto",
+        _read_stages,
+        "stages; `3-1`: the first stage has 3 replicas, the second 1; `auto`: measured and chosen at the "
+        "start, for the running ranks",
+        Rule(
+            "`pipeline=auto` with `schedule=interleaved` or a file",
+            ("pipeline", "schedule"),
+            lambda plan: plan.schedule == "interleaved" or plan.schedule_is_file,
+            "measuring finds one stage per rank, and this schedule places the stages itself",
+            "use another schedule, or give the stages, like pipeline=2",
+            measured=True,
+        ),
+        Rule(
+            "`pipeline=auto`, `data` · `context` not divisible by `shard`",
+            ("pipeline", "shard", "data", "context"),
+            lambda plan: plan.shard > 0 and plan.data * plan.context % plan.shard > 0,
+            _why_measured_shards,
+            _fix_measured_shards,
+            hidden=("zero", "schedule", "expert"),
+            measured=True,
+        ),
+        Rule(
+            "`pipeline=auto` with `sync=async`",
+            ("pipeline", "sync"),
+            lambda plan: plan.sync == "async",
+            "an asynchronous worker pulls a whole model",
+            "use pipeline=1",
+            measured=True,
+        ),
+        axis="pipeline",
+        options=(AUTO,),
+        show=_show_stages,
+    )
+    expert: int = count(
+        "data ranks over which experts are spread",
+        Rule(
+            "`data` not divisible by `expert`",
+            ("expert", "data"),
+            lambda plan: plan.data % plan.expert > 0,
+            "experts are spread over the data ranks, and {plan.data} is not divisible by {plan.expert}",
+            "set data to a multiple of {plan.expert}",
+        ),
+        Rule(
+            "`expert` with stages of different replicas",
+            ("expert", "pipeline"),
+            lambda plan: plan.expert > 1 and plan.replicates_stages,
+            "ranks with different experts compute the same layer at the same time, and replicas of a stage "
+            "that take microbatches in turn do not",
+            "use the same replicas for every stage: pipeline={plan.stages} data=N, or expert=1",
+        ),
+        Rule(
+            "`expert` with a `shard` that is no multiple of expert × context, and no part of it",
+            ("shard", "expert", "context"),
+            _are_experts_uneven,
+            "groups of {plan.shard} neighbouring ranks have different numbers of ranks with the same experts",
+            lambda plan: (
+                f"set shard to a multiple of {plan.expert * plan.context} (expert × context), or drop shard"
+            ),
+        ),
+        axis="expert",
+    )
+    context: int = count("ranks that share each sequence", axis="context")
+    attention: str = choice(
+        "ring",
+        ("ring", "all-to-all"),
+        "how ranks along `context` attend: keys travel, or each has a part of the heads",
+        Rule(
+            "`attention=all-to-all` with `context=1`",
+            ("attention", "context"),
+            lambda plan: plan.attention != "ring" and plan.context == 1,
+            "it is how ranks that share a sequence attend",
+            "set context=2 or more, or drop attention",
+        ),
+        axis="context",
+    )
