@@ -38,6 +38,8 @@ def part_bounds(samples: int, index: int, parts: int) -> tuple[int, int]:
 
 def take_part(batch: Any, index: int, parts: int) -> Any:
     """Part `index` of `parts` of the samples, as views."""
+    if parts == 1:
+        return batch
     begin, end = part_bounds(num_samples(batch), index, parts)
     return tree_map(lambda leaf: leaf[begin:end] if isinstance(leaf, Tensor) else leaf, batch)
 

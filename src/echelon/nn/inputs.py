@@ -58,6 +58,10 @@ def shared_inputs(inputs: Any) -> dict[str, Any]:
 
 def tensors_of(structure: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, dicts and Inputs, in their order."""
+    if type(structure) is Tensor:  # most are, and torch's walk of a tree costs ten times as much
+        return [structure]
+    if type(structure) in (tuple, list) and all(type(each) is Tensor for each in structure):
+        return list(structure)
     return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
 
 

@@ -15,6 +15,10 @@ _PLAIN_LEAVES = (str, int, float, bool, type(None))
 
 def check_batch(batch: Batch) -> None:
     """Refuse (inputs, targets) that hold what cannot be cut into samples."""
+    inputs, targets = batch
+    are_tensors = type(inputs) is type(targets) is Tensor  # as in most batches
+    if are_tensors and inputs.dim() and targets.dim() and len(inputs) == len(targets):
+        return
     leaves = tree_leaves(batch)
     if all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):
         errors = []

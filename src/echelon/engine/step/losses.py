@@ -17,11 +17,8 @@ class Losses:
 
     def __init__(self, layers: LayerSharding, observers: Observers) -> None:
         self._layers, self._observers = layers, observers
-
-    @property
-    def are_counted(self) -> bool:
-        """Whether losses are this rank's to count: others may have computed the same."""
-        return self._layers.counts_loss
+        # Whether losses are this rank's to count: those along `tensor` compute the same.
+        self.are_counted = layers.counts_loss
 
     def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss:
         targets: LocalTargets = microbatch.targets

@@ -32,9 +32,7 @@ _LETS_POST = {Op.FORWARD} | RECEIVES
 class LossFunction(Protocol):
     """The loss of a microbatch, which the last stage computes."""
 
-    @property
-    def are_counted(self) -> bool:
-        """Whether losses are this rank's to count: others may have computed the same."""
+    are_counted: bool  # whether losses are this rank's to count: others may have computed the same
 
     def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss: ...
 
@@ -187,8 +185,10 @@ class Interpreter:
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
-                for place, number in enumerate((total.detach(), count, count * normaliser)):
-                    counted[place].add_(number)
+                counted_total, counted_samples, counted_weight = counted.unbind()
+                counted_total.add_(total.detach())
+                counted_samples.add_(count)
+                counted_weight.add_(count * normaliser)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
         mean = total / normaliser
