@@ -29,8 +29,7 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.balance import ExpertLoad, make_balance
 from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.continuous import ContinuousRunner
-from echelon.engine.step.measuring import Measure, agree_on_means, check_measure
-from echelon.engine.step.metrics import Evaluation, Metrics
+from echelon.engine.step.metrics import Evaluation, Measure, Metrics, agree_on_means, check_measure
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.step import FlushedRunner, Step
 from echelon.engine.step.step_counter import StepCounter

@@ -13,13 +13,12 @@ from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
 from echelon.engine.compiling import compile_layers
-from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.model_checks import accept_model
 from echelon.engine.setup import Setup
 from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
-from echelon.engine.start import prepare, start_equal
+from echelon.engine.start import fill, prepare, start_equal
 from echelon.engine.step.balance import GateList
 from echelon.engine.step.batch_reader import BatchReader, read_sample
 from echelon.engine.step.samples import make_scopes
@@ -32,6 +31,7 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers
+from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import Table
 from echelon.plan import Plan
 from echelon.state.ownership import StateNames
@@ -99,16 +99,21 @@ def parallelize(
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, layers, wrapping, rule)
-        compile_layers(local.modules, plan, wrapping)  # what wraps layers, from the inside outward
-        accumulate_gradients(local, plan, wrapping)
-        observers = Observers()
-        compress_layers(local.modules, mesh, wrapping, observers)
-        recompute_layers(local, mesh, layers.view, wrapping, observers)
-        offload_activations(local, mesh, wrapping, observers)
+        observers = wrap_layers(local, mesh, layers, wrapping)  # compile, compress, recompute, offload
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        setup = Setup(
-            model, names, gates, mesh, layers, local, update, rule, scopes, reader, observers, wrapping
-        )
-        engine = Engine(setup, audited)
+        strategies = (mesh, layers, local, update, rule, scopes, reader, observers, wrapping)
+        engine = Engine(Setup(model, names, gates, *strategies), audited)
         undo.pop_all()
     return engine
+
+
+def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping) -> Observers:
+    """Wrap the layers of this rank's stages as the plan says, in this order from the inside outward; returns
+    the memory savers that are to see its steps."""
+    observers = Observers()
+    compile_layers(local.modules, mesh.plan, wrapping)
+    accumulate_gradients(local, mesh.plan, wrapping)
+    compress_layers(local.modules, mesh, wrapping, observers)
+    recompute_layers(local, mesh, layers.view, wrapping, observers)
+    offload_activations(local, mesh, wrapping, observers)
+    return observers

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives import RecordingGroup
-from echelon.engine.step.measuring import Measuring, agree_on_means, check_measure
+from echelon.engine.step.metrics import Measuring, agree_on_means, check_measure
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import cross_entropy

@@ -15,7 +15,7 @@ from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
 from echelon.engine.step.feed import Feed, Scope, Upload
 from echelon.engine.step.losses import Losses
-from echelon.engine.step.measuring import Measure, Measuring
+from echelon.engine.step.metrics import Measure, Measuring
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime import Interpreter, Microbatch, Script, Versions, Wire

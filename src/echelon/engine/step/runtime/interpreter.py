@@ -7,15 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echelon.engine.step.runtime.flight import Flight, Value, wanted
+from echelon.engine.step.runtime.flight import Flight, Microbatch, MicrobatchLoss, Value, wanted
 from echelon.engine.step.runtime.mailbox import Mailbox
-from echelon.engine.step.runtime.message import TALLY, Gradients
-from echelon.engine.step.runtime.microbatch import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.message import TALLY, Gradients, Leaf
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
 from echelon.engine.step.runtime.span_timer import SpanTimer, clock_of
-from echelon.engine.step.runtime.split_backward import SplitBackward
-from echelon.engine.step.runtime.structure import Leaf
-from echelon.engine.step.runtime.tensor_hooks import watch_hooks
+from echelon.engine.step.runtime.split_backward import SplitBackward, watch_hooks
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
 from echelon.errors import UserError
