@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from echelon.collectives import RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.models import ModelConfig
-from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import (
     ParameterSet,
@@ -34,6 +33,7 @@ from echelon.parallel.data import (
 )
 from echelon.parallel.tensor import TABLES, Sharded, split_over
 from echelon.plan import Plan
+from echelon.sequence import View, assign
 from echelon.train.small_training import make_model
 
 Gradients = dict[str, Tensor]  # by the parameter's name, summed where each rank has a part

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from benchmarks.compare import Row, compare
 from benchmarks.harness import Contender, alternate
+from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate
 from echelon.models import ModelConfig
 from echelon.models.llama import SwiGLU
-from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate
-from echelon.nn.experts.activation import activate, activation_gradients
+from echelon.nn.experts.compute import activate, activation_gradients
 
 _DENSE, _FUSED, _ECHELON = "dense", "dense, fused", "echelon"
 _MIXTRAL = {"transformers Mixtral": "eager", "transformers Mixtral, grouped_mm": "grouped_mm"}

@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 from echelon.version import VERSION
 
 if TYPE_CHECKING:
-    from echelon import data
+    from echelon import data, experts, optim, sequence
     from echelon.engine import Engine, Evaluation, Metrics
     from echelon.engine.parallelize import parallelize
     from echelon.errors import UserError
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
-    from echelon.nn import experts, sequence
+    from echelon.nn.batch import Inputs
     from echelon.nn.initialization import deferred
-    from echelon.nn.inputs import Inputs
     from echelon.plan import Plan
-    from echelon.update import optim
 
 __version__ = VERSION
 
@@ -35,7 +33,7 @@ __version__ = VERSION
 _HOME = {
     "Engine": "echelon.engine",
     "Evaluation": "echelon.engine",
-    "Inputs": "echelon.nn.inputs",
+    "Inputs": "echelon.nn.batch",
     "Memory": "echelon.memory",
     "Metrics": "echelon.engine",
     "PeerLost": "echelon.launching",
@@ -49,13 +47,8 @@ _HOME = {
     "parallelize": "echelon.engine",
 }
 
-# Rooms that users write with: echelon.optim.Adafactor.
-_ROOMS = {
-    "data": "echelon.data",
-    "experts": "echelon.nn.experts",
-    "optim": "echelon.update.optim",
-    "sequence": "echelon.nn.sequence",
-}
+# Modules that users write with: echelon.optim.Adafactor.
+_MODULES = ("data", "experts", "optim", "sequence")
 
 __all__ = [
     "Engine",
@@ -80,8 +73,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(_ROOMS[name])
+    if name in _MODULES:
+        return import_module(f"echelon.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute '{name}'")

@@ -10,7 +10,7 @@ from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.engine.start import start_equal
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.parallel.data import packed_broadcast
+from echelon.parallel.data import buffers
 from tests.cases import Perceptron
 
 Warm = Callable[[int], Ranks]
@@ -18,7 +18,7 @@ Warm = Callable[[int], Ranks]
 
 def values_after_start(bytes_at_once: int) -> tuple[list[float], int]:
     """Rank r fills its model with 100 r + the number of the tensor."""
-    before, packed_broadcast.BYTES_AT_ONCE = packed_broadcast.BYTES_AT_ONCE, bytes_at_once
+    before, buffers.BYTES_AT_ONCE = buffers.BYTES_AT_ONCE, bytes_at_once
     group = group_over("all", torch.distributed.group.WORLD, Ledger())
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(2), nn.Linear(1, 1).double())
     model[1].weight.data = torch.empty(4)[::2]  # not contiguous
@@ -27,7 +27,7 @@ def values_after_start(bytes_at_once: int) -> tuple[list[float], int]:
         for number, tensor in enumerate([*model.parameters(), *model.buffers()]):
             tensor.fill_(100 * group.rank + number)
     start_equal(model, group, torch.device("cpu"))
-    packed_broadcast.BYTES_AT_ONCE = before
+    buffers.BYTES_AT_ONCE = before
     assert {move.subject for move in group.ledger.moves} == {"agreement", "parameters"}
     values = [float(t.flatten()[0]) for t in [*model.parameters(), *model.buffers()] if t.numel()]
     return values, len(group.ledger.moves) - 1  # one compares the models

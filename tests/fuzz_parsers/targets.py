@@ -19,10 +19,9 @@ from echelon.plan import Plan
 from echelon.planner import partition, read_profile
 from echelon.program import build as build_schedule
 from echelon.program import load_schedule, show, simulate
-from echelon.state.checkpoint.manifest import MANIFEST
-from echelon.state.checkpoint.manifest_text import to_bytes
+from echelon.state.checkpoint.manifest import MANIFEST, to_bytes
 from echelon.state.checkpoint.saved import SavedParameter, SavedState
-from echelon.state.weight_files.folder_files import INDEX, WEIGHTS
+from echelon.state.weight_files.weight_folder import INDEX, WEIGHTS
 from echelon.train.jobs.job import Job, as_plain, check
 from echelon.train.jobs.job_file import read_job
 from echelon.train.runs.resume import resume

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from echelon.parallel.context.flash import find_kernel
+from echelon.parallel.context.blocks import find_kernel
 from tests.gpu.context_speed import LEAST, measure
 from tests.parallel.context.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
 

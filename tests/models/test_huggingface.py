@@ -146,7 +146,7 @@ def test_an_interrupted_save_is_not_taken_for_a_whole_one(config, tmp_path, monk
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("echelon.state.weight_files.tensor_file_writer._write_tensor", stop)
+    monkeypatch.setattr("echelon.state.weight_files.tensor_file._write_tensor", stop)
     with pytest.raises(KeyboardInterrupt):
         save_hf(ours_of(config), tmp_path)
     with pytest.raises(UserError, match=r"config\.json: cannot be read: No such file"):

@@ -15,7 +15,7 @@ from echelon.errors import UserError
 from echelon.planner import read_profile
 from echelon.state.bounded_json import DEEPEST, _measure, parse_json
 from echelon.state.weight_files import read_headers, read_json
-from echelon.state.weight_files.folder_files import INDEX
+from echelon.state.weight_files.weight_folder import INDEX
 from echelon.train.runs.rollbacks import SkippedBatches
 from echelon.train.runs.run_state import read_about
 

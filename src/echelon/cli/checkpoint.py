@@ -21,9 +21,8 @@ Place = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, a fol
 @app.command("show")
 def show(path: Place, as_json: Json = False) -> None:
     """What is in a checkpoint, and whether it is whole: every hash is compared."""
-    from echelon.state.checkpoint.finding import find_checkpoint, one_before_is_named
-    from echelon.state.checkpoint.saved import SavedState
-    from echelon.state.checkpoint.summary import summarize
+    from echelon.state.checkpoint.folder import find_checkpoint, one_before_is_named
+    from echelon.state.checkpoint.saved import SavedState, summarize
 
     screen = console(as_json)
     checkpoint = find_checkpoint(path)

@@ -18,8 +18,7 @@ from torch import Tensor
 from echelon.collectives import Ledger
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
-from echelon.engine.audit.drift_check import make_drift_check
-from echelon.engine.audit.gradient_audit import Parts
+from echelon.engine.audit.drift import make_drift_check
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
@@ -78,24 +77,19 @@ class Engine:
         self._state = EngineState(
             mesh, self.module, setup.names, local, layers.in_whole, update, self._counter, setup.scopes.seed
         )
-        in_stages = [each for stage in local.modules for each in stage.modules()]
-        # Layers may be made on the fly.
-        self._modules = list(dict.fromkeys([*self.module.modules(), *in_stages]))
+        self._modules = self._state.modules
         inside = Inside()
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         self._watch = Watch(self.module, mesh, local, layers, update, inside)
-        parts = Parts(
-            self.module, mesh, local, update, self._runner, setup.scopes, layers.in_whole, self._state.values
-        )
         search = None
         if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
-            search = NonfiniteSearch(self._runner, self._runner.replay, mesh, local, self.module)
+            search = NonfiniteSearch(self._runner, self._runner.replay, self._state)
         self._step = Step(
             setup,
             self._runner,
             self._counter,
             self._watch,
-            make_audit(audit, parts, layers),
+            make_audit(audit, self._state, self._runner, setup.scopes, layers),
             make_drift_check(local, layers, mesh, audit.check_every),
             search,
         )

@@ -26,7 +26,7 @@ from echelon.engine.updates import UpdateRule, make_update
 from echelon.memory.activation_offload import offload_activations
 from echelon.memory.compressing import compress_layers
 from echelon.memory.recomputing import recompute_layers
-from echelon.nn.batch import Loss
+from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding

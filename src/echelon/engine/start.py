@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text
 from echelon.collectives.mesh import Mesh, this_device
 from echelon.engine.saving.restore import mark_empty, mark_filled
 from echelon.engine.watch.aliases import check_aliases
 from echelon.errors import UserError
 from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
-from echelon.launching.group import check_on_every_rank
-from echelon.nn.dtypes import DTYPES
-from echelon.nn.huggingface import frequencies
+from echelon.nn.batch import DTYPES
+from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization import WeightSource, is_deferred, named_tensors
 from echelon.parallel.data import Sharing, broadcast_packed
-from echelon.parallel.data.text_agreement import Difference, check_same_text
-from echelon.parallel.data.zero.idle import end_idle
 from echelon.parallel.data.zero.unit_agreement import describe
+from echelon.parallel.data.zero.weight_access import end_idle
 from echelon.parallel.expert import experts_of
 from echelon.plan import AUTO, Plan
 from echelon.state.ownership import OwnedSlice, whole_slice

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.observer import ForwardPass, StepObserver
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")

@@ -17,19 +17,18 @@ from torch.utils._pytree import tree_map
 from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.batch import Loss, num_samples
-from echelon.nn.dropout import keyed_modules, set_global_indices
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES, num_samples
+from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
 from echelon.nn.layering import how_to_list, listed_layers
+from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data import SharedGradient
 from echelon.parallel.expert import spread_experts
-from echelon.parallel.hidden_padding import HiddenPadding, SplitOutput
 from echelon.parallel.own_loss import OwnLoss
-from echelon.parallel.padding import LocalTargets, Padding, has_positions
+from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
 from echelon.parallel.sequence_checks import (
     check_gate_padding,

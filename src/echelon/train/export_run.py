@@ -16,7 +16,7 @@ from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import ModelConfig, build_without_memory
 from echelon.nn.huggingface import config_json, weight_layout
 from echelon.state.checkpoint import SavedState
-from echelon.state.checkpoint.finding import RUN_FILE, find_checkpoint, find_run, one_before_is_named
+from echelon.state.checkpoint.folder import RUN_FILE, find_checkpoint, find_run, one_before_is_named
 from echelon.state.ownership import MASTER, VALUE, Slice, StateNames
 from echelon.state.weight_files import (
     SHARD_BYTES,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.engine.audit.plain_form import PlainForm, is_own_hook, late_hooks
 from echelon.nn.wrapping import Wrapper, Wrapping, stack_of
-from echelon.parallel.data.zero.freed import FreedParameter
+from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import StateNames
 
 CPU = torch.device("cpu")

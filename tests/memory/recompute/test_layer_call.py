@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 from echelon.errors import UserError
 from echelon.memory.recompute import SecondRunCheck
-from echelon.nn.dropout import key_dropout, scope
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.power_iteration import iterated_modules, no_iteration
+from echelon.parallel.stage import iterated_modules, no_iteration
 from tests.memory.recompute.chains import assert_same, recompute, run_step, settings, train, vectors
 
 Make = Callable[[], nn.Sequential]

@@ -12,7 +12,7 @@ from tests.mutants.sampling.tracer.sitecustomize import traced_files
 
 HEART = {
     "data_parallel": ("parallel/data",),
-    "runtime": ("engine/step/runtime", "parallel/stage.py", "parallel/power_iteration.py", "update/*.py"),
+    "runtime": ("engine/step/runtime", "parallel/stage.py", "update/*.py"),
     "program": ("program",),
     "precision": ("update/precision",),
     "optim": ("update/optim",),

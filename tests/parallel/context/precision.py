@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.parallel.context import put_together, take
+from echelon.parallel.context.blocks import QueryState
 from echelon.parallel.context.ring import _Backward, _forward
-from echelon.parallel.context.tiles import QueryState
 from tests.nccl_like import NcclWorld
 
 # Kernels return bfloat16 for each block. To round parts and then their sum is √2 times the error of rounding

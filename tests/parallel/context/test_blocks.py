@@ -1,14 +1,25 @@
 """Blocks of attention by kernels and in tiles: the same, and results over several blocks merge."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from echelon.parallel.context import ring as blocks
-from echelon.parallel.context.flash import CPU_FLASH, Kernel
-from echelon.parallel.context.ring import add_gradients, attend, merge
-from echelon.parallel.context.tiles import Gradients, QueryState
+from echelon.parallel.context import blocks
+from echelon.parallel.context.blocks import (
+    CPU_FLASH,
+    Gradients,
+    Kernel,
+    QueryState,
+    add_gradients,
+    attend,
+    find_kernel,
+    merge,
+)
 from tests.parallel.context.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
 
 
@@ -83,3 +94,129 @@ def test_results_over_parts_of_the_keys_merge() -> None:
     whole, whole_sums = attend(query, key, value, **scaled)
     torch.testing.assert_close(out, whole, rtol=0, atol=1e-13)
     torch.testing.assert_close(sums, whole_sums, rtol=1e-14, atol=0)
+
+
+# Attention in tiles against torch's own, whatever the size of a tile.
+
+
+@pytest.fixture(params=[1, 2, 3, 256])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_MAX_ROWS", request.param)
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_is_attention(causal: bool) -> None:
+    torch.manual_seed(0)
+    query = drawn(2, 4, 7, 5).requires_grad_()
+    key, value = (drawn(2, 2, 7 if causal else 3, 5).requires_grad_() for _ in range(2))
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=0.3, enable_gqa=True)
+    gradient = drawn(*wanted.shape)
+    wanted.backward(gradient)
+    with torch.no_grad():
+        out, sums = blocks._attend_in_tiles(query, key, value, causal=causal, scale=0.3)
+        into = Gradients(*(torch.zeros_like(x) for x in (query, key, value)))
+        queries = QueryState(query, gradient, out, sums)
+        blocks._add_gradients_in_tiles(into, queries, key, value, causal=causal, scale=0.3)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
+    for made, like in zip(into, (query, key, value), strict=True):
+        torch.testing.assert_close(made, like.grad, rtol=0, atol=1e-13)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    query = torch.full((1, 1, 2, 1), 1e3)
+    out, sums = blocks._attend_in_tiles(query, query, query, causal=True, scale=1.0)
+    assert torch.equal(out, query)
+    assert sums.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_are_accumulated_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = (drawn(1, 2, 64, 8).to(dtype) for _ in range(3))
+    out, sums = blocks._attend_in_tiles(query, key, value, causal=True, scale=0.3)
+    wanted = F.scaled_dot_product_attention(
+        *(x.double() for x in (query, key, value)), is_causal=True, scale=0.3
+    )
+    assert out.dtype == sums.dtype == torch.float32
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=3e-6)
+
+
+def test_tiles_hold_a_bounded_number_of_scores() -> None:
+    query, key = torch.empty(2, 4, 1 << 20, 1, device="meta"), torch.empty(2, 2, 1 << 16, 1, device="meta")
+    sizes = {2 * 4 * (rows.stop - rows.start) * seen for rows, seen in blocks._tiles(query, key, False)}
+    assert max(sizes) <= blocks._MAX_SCORES
+    few = list(blocks._tiles(query[:, :, :700], key[:, :, :700], True))
+    assert few == [(slice(0, 256), 256), (slice(256, 512), 512), (slice(512, 700), 700)]
+
+
+# torch's kernels: which one computes what, and that its arguments are those of this version of torch.
+
+
+FLASH, CUDNN = (
+    blocks._CUDA_KERNELS[x.value] for x in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+)
+
+
+def on(device: str, dtype: torch.dtype, width: int, heads: int = 4) -> Any:
+    """What of a tensor the choice looks at: there need not be such a device."""
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, shape=torch.Size([1, heads, 8, width]))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "expected"),
+    [
+        ("cpu", torch.float64, 3, CPU_FLASH),
+        ("cpu", torch.float32, 3, CPU_FLASH),
+        ("cpu", torch.bfloat16, 64, None),  # its backward pass is slower and less precise than tiles
+        ("cuda", torch.bfloat16, 64, FLASH),
+        ("cuda", torch.float16, 128, FLASH),
+        ("cuda", torch.float32, 64, None),
+        ("cuda", torch.float64, 64, None),
+        ("cuda", torch.bfloat16, 20, None),  # not a multiple of 8
+        ("cuda", torch.bfloat16, 256, None),
+        ("meta", torch.bfloat16, 64, None),
+    ],
+)
+def test_device_and_type_choose_the_kernel(
+    device: str, dtype: torch.dtype, width: int, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.FLASH_ATTENTION.value)
+    tensor = on(device, dtype, width)
+    assert find_kernel(tensor, tensor, tensor, causal=True) is expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        (SDPBackend.FLASH_ATTENTION, FLASH),
+        (SDPBackend.CUDNN_ATTENTION, CUDNN),
+        (SDPBackend.EFFICIENT_ATTENTION, None),
+        (SDPBackend.MATH, None),
+    ],
+)
+def test_a_gpu_uses_what_torch_would(
+    backend: SDPBackend, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def choose(*_: Any, **options: Any) -> int:
+        asked.append(options)
+        return backend.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    query, key = on("cuda", torch.bfloat16, 64), on("cuda", torch.bfloat16, 64, heads=2)
+    assert find_kernel(query, key, key, causal=False) is expected
+    assert asked == [{"is_causal": False, "enable_gqa": True}]
+
+
+@pytest.mark.parametrize("kernel", [FLASH, CUDNN], ids=["flash", "cudnn"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gpu_kernels_take_these_arguments(kernel: Any, causal: bool) -> None:
+    """On the meta device, where operations check their arguments and compute nothing but shapes."""
+    query = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(2, 4, 16 if causal else 8, 64, dtype=torch.bfloat16, device="meta")
+    out, sums = kernel.forward(query, key, key, causal, 0.3)
+    assert (out.shape, sums.shape) == (query.shape, query.shape[:3])
+    gradients = kernel.backward(QueryState(query, out, out, sums), key, key, causal, 0.3)
+    assert [x.shape for x in gradients] == [query.shape, key.shape, key.shape]

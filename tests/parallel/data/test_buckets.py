@@ -6,9 +6,31 @@ import pytest
 import torch
 from torch import nn
 
+import echelon
+from echelon.collectives import RecordingGroup
 from echelon.collectives.buffer_layout import BufferLayout
-from echelon.parallel.data.buckets import Bucket, fill_buckets, move_in, point_at
-from echelon.parallel.data.grad_dtype import set_gradient_dtype, weight_dtype
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import ParameterSet, ShardGroups, SingleReplica
+from echelon.parallel.data.buckets import (
+    Bucket,
+    GradientKind,
+    PreallocatedMemory,
+    fill_buckets,
+    gradient_dtype,
+    move_in,
+    point_at,
+    restore_gradient_dtype,
+    set_gradient_dtype,
+    weight_dtype,
+    without_gradients,
+)
+from echelon.parallel.data.zero.flat import FlatUnit, UnitMemory
+from echelon.parallel.data.zero.gradient_sums import GradientSums
+from echelon.parallel.data.zero.zero import Zero
+from tests.cases import adamw, mean_loss, vectors
+from tests.groups import DeferredGroup
+from tests.peak_memory import PeakMemory
+from tests.sets import set_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -105,3 +127,246 @@ def test_a_bucket_that_moves_leaves_the_old_memory_to_its_holders() -> None:
         bucket.buffer.add_(10)
     assert [weight.tolist() for weight in weights] == [[11.0, 11.0], [12.0, 12.0, 12.0]]
     assert [values.tolist() for values in old] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+
+# Preallocated memory for gradients on their way: one for any unit, free when its sum has been waited for.
+
+
+FLOAT32 = GradientKind(torch.float32, torch.device("cpu"))
+
+
+def test_any_buffer_is_as_large_as_the_largest() -> None:
+    memory = PreallocatedMemory([(64, FLOAT32), (1024, FLOAT32)])
+    small, large = memory.take(64, FLOAT32), memory.take(1024, FLOAT32)
+    assert (small.numel(), large.numel()) == (64, 1024)
+    memory.give_back(small)
+    again = memory.take(1024, FLOAT32)
+    assert again.data_ptr() == small.data_ptr()
+    assert {buffer.data_ptr() for buffer in memory.storages()} == {small.data_ptr(), large.data_ptr()}
+
+
+def test_more_buffers_are_made_where_more_gradients_are_open_and_stay() -> None:
+    memory = PreallocatedMemory([(8, FLOAT32)])
+    taken = [memory.take(8, FLOAT32) for _ in range(3)]
+    pointers = {each.data_ptr() for each in taken}
+    assert len(pointers) == 3
+    for each in taken:
+        memory.give_back(each)
+    assert {memory.take(8, FLOAT32).data_ptr() for _ in range(3)} == pointers
+    memory.give_back(taken[0])
+    with pytest.raises(AssertionError, match="twice"):
+        memory.give_back(taken[0])
+
+
+class Sums:
+    """Three units whose sums take effect when they are waited for."""
+
+    def __init__(self) -> None:
+        self.group = DeferredGroup("shard", rank=1, size=2)
+        self.units = [
+            FlatUnit(str(size), [("w", nn.Parameter(torch.zeros(size)))], self.group, resident=True)
+            for size in (100, 300, 200)
+        ]
+        self.memory = UnitMemory.preallocated(self.units)
+        for unit in self.units:
+            unit.memory = self.memory
+        copies = DeferredGroup("copies", size=2)
+        self.sums = GradientSums(ShardGroups(self.group, copies), in_place=False)
+
+    def backward(self, value: float, *, last: bool) -> None:
+        for number, unit in enumerate(self.units):
+            parameter = unit.parameters[0][1]
+            parameter.grad = torch.full_like(parameter, (1 + number) * value)
+            unit.accumulate(parameter)
+            self.sums.start(unit, last=last)
+
+    def pointers(self) -> set[int]:
+        return {storage.data_ptr() for storage in self.memory.storages()}
+
+    def finish(self) -> list[float]:
+        """What the parts of all units hold: the sum over two ranks of each of two groups."""
+        self.sums.complete()
+        values = [float(unit.part[0]) for unit in self.units if unit.part is not None]
+        for unit in self.units:
+            unit.has_part = False
+        return values
+
+
+def test_sums_of_several_microbatches_are_right_and_take_no_new_memory() -> None:
+    sums = Sums()
+    sums.backward(1.0, last=False)
+    sums.backward(2.0, last=True)
+    assert sums.finish() == [12.0, 24.0, 36.0]
+    before = sums.pointers()
+    with PeakMemory() as memory:
+        sums.backward(3.0, last=False)
+        sums.backward(4.0, last=True)
+        assert sums.finish() == [28.0, 56.0, 84.0]
+    assert sums.pointers() == before
+    # The gradient that autograd makes, and what the group computes; no buffer of a unit beside them.
+    assert memory.peak <= 3 * 4 * 320
+    assert len(before) == 4, "two gradients, and two parts that are added"
+
+
+def test_a_step_that_failed_gives_its_memory_back() -> None:
+    sums = Sums()
+    sums.backward(1.0, last=False)
+    sums.sums.drop()
+    for unit in sums.units:
+        unit.drop_gradient()
+        unit.has_part = False
+    before = sums.pointers()
+    sums.backward(2.0, last=True)
+    assert sums.finish() == [8.0, 16.0, 24.0]
+    assert sums.pointers() == before
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_the_buffers_of_a_sharing_are_counted_as_gradients(level: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 32, bias=False))
+    parameters = set_of(model, DeferredGroup())
+    zero = Zero(parameters, level, Wrapping(), contiguous=True)
+    assert sum(each.nbytes for each in zero.storages().gradients) == 2 * 4 * 256
+
+
+# The type of gradients: float32 for weights below it, and the weights' own again after a close.
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def single(parameter: nn.Parameter, *, in_float32: bool = True) -> SingleReplica:
+    return SingleReplica(
+        ParameterSet("dense", {"w": parameter}, RecordingGroup("data"), sum_in_float32=in_float32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (BF16, FP32),
+        (torch.float16, FP32),
+        (FP32, FP32),
+        (torch.float64, torch.float64),
+        (torch.complex64, torch.complex64),
+    ],
+)
+def test_gradients_are_at_least_float32_unless_they_are_to_be_the_same(
+    dtype: torch.dtype, wide: torch.dtype
+) -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=dtype))
+    for in_float32, expected in ((True, wide), (False, dtype), (True, wide)):
+        set_gradient_dtype(parameter, in_float32=in_float32)
+        assert gradient_dtype(parameter) == expected
+        parameter.grad = None
+        (3 * parameter).abs().sum().backward()
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == expected
+
+
+def sum_of_microbatches(*, in_float32: bool) -> float:
+    """The gradients of 64 microbatches: 1 first, then 2⁻⁹, of which bf16 can add none to 1."""
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    sharing = single(weight, in_float32=in_float32)
+    sharing.start_step()
+    for factor in (1.0, *[2.0**-9] * 63):
+        sharing.start_backward(last=False)
+        (weight * factor).sum().backward()
+        sharing.finish_backward()
+    sharing.reduce()
+    assert weight.grad is not None
+    return float(weight.grad)
+
+
+def test_microbatches_add_up_without_loss() -> None:
+    assert sum_of_microbatches(in_float32=True) == 1 + 63 * 2.0**-9
+    assert sum_of_microbatches(in_float32=False) == 1.0
+
+
+def test_two_uses_in_one_backward_pass_add_up_without_loss() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    single(weight)
+    (weight.sum() + (weight * 2.0**-9).sum()).backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == 1 + 2.0**-9
+
+
+def test_a_closed_strategy_leaves_gradients_in_the_weights_own_type() -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    sharing = SingleReplica(ParameterSet("dense", dict(model.named_parameters()), RecordingGroup("data")))
+    model(torch.ones(1, 2, dtype=BF16)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == FP32
+    sharing.close()
+    model(torch.ones(1, 2, dtype=BF16)).sum().backward()
+    assert model.weight.grad.dtype == BF16
+
+
+def test_after_the_close_a_model_may_change_its_type() -> None:
+    """A gradient of the earlier type would be rounded without a word."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    SingleReplica(ParameterSet("dense", dict(model.named_parameters()), RecordingGroup("data"))).close()
+    model.double()
+    model(torch.full((1, 1), 1 + 2.0**-40, dtype=torch.float64)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float64
+    assert float(model.weight.grad) == 1 + 2.0**-40
+
+
+@pytest.mark.parametrize("original", [FP32, torch.float64, None])
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_a_type_of_the_user_s_own_comes_back(original: torch.dtype | None, in_float32: bool) -> None:
+    """It was lost: gradients were of the type that they were computed in."""
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    weight.grad_dtype = original
+    single(weight, in_float32=in_float32)  # an engine that was not closed
+    sharing = single(weight, in_float32=in_float32)
+    assert gradient_dtype(weight) == (FP32 if in_float32 else BF16)
+    sharing.close()
+    assert weight.grad_dtype == original
+
+
+def test_a_gradient_of_before_does_not_keep_its_type() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    weight.sum().backward()
+    sharing = single(weight)
+    sharing.start_step()
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == FP32
+    restore_gradient_dtype(weight)
+    assert weight.grad is None
+
+
+def test_weights_of_float32_are_left_as_they_are() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    gradient = weight.grad
+    single(weight)
+    assert weight.grad is gradient
+
+
+@pytest.mark.parametrize(("choice", "size"), [("", 4), ("gradients=same", 2)])
+def test_the_memory_of_gradients_is_in_the_table(choice: str, size: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5))
+    plan = f"precision=bf16 microbatches=2 {choice}"
+    with echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss) as engine:
+        engine.step(vectors(0))
+        memory = engine.memory().now
+    count = sum(p.numel() for p in model.parameters())
+    assert (memory["parameters"], memory["gradients"]) == (2 * count, size * count)
+
+
+def test_gradients_that_were_set_aside_come_back_after_an_error_too() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    first.sum().backward()
+    gradient = first.grad
+
+    def fail() -> None:
+        assert first.grad is None
+        raise RuntimeError("failed on purpose")
+
+    with pytest.raises(RuntimeError, match="failed on purpose"), without_gradients([first, second]):
+        fail()
+    assert first.grad is gradient
+    assert second.grad is None

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
-from echelon.parallel.data import ShardGroups, packed_broadcast
-from echelon.parallel.data.gradient_sums import GradientSums
-from echelon.parallel.data.packed_broadcast import broadcast_packed
+from echelon.parallel.data import ShardGroups, buffers
+from echelon.parallel.data.buffers import broadcast_packed
 from echelon.parallel.data.zero.flat import FlatUnit
-from echelon.update.precision.float32_gradients import as_float32, divide
+from echelon.parallel.data.zero.gradient_sums import GradientSums
+from echelon.update.precision.flat_memory import as_float32, divide
 from tests.peak_memory import PeakMemory
 
 MIB = 2**20
@@ -47,7 +47,7 @@ def test_the_weights_of_the_first_rank(millions: int) -> None:
 
 
 def test_a_tensor_larger_than_the_buffer_is_broadcast_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_broadcast, "BYTES_AT_ONCE", 4096)
+    monkeypatch.setattr(buffers, "BYTES_AT_ONCE", 4096)
     for tensor, extra in ((torch.zeros(8, 1024), 0), (torch.zeros(1024, 8).t(), 4096)):
         group = RecordingGroup("data", size=2)
         with PeakMemory(of_meta=True) as memory:

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.nn.wrapping import Wrapping, find_wrapper
 from echelon.parallel.data import grad_accumulation
+from echelon.parallel.data.buckets import set_gradient_dtype
 from echelon.parallel.data.grad_accumulation import (
     AccumulatingLinear,
     Accumulation,
     accumulate_in_place,
     hook_gradient,
 )
-from echelon.parallel.data.grad_dtype import set_gradient_dtype
 from tests.cases import stop
 
 WIDTH = 512  # a square of it is just large enough

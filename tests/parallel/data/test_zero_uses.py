@@ -11,8 +11,8 @@ from echelon.collectives.boundary import PretendedBoundary
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import HostPlace, SharedGradient, Zero
-from echelon.parallel.data.problems import Problem
-from echelon.parallel.data.zero.freed import FreedParameter
+from echelon.parallel.data.sharing import Problem
+from echelon.parallel.data.zero.weight_access import FreedParameter
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 from tests.thread_ranks import run_threads

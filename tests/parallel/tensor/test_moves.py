@@ -1,16 +1,26 @@
 """Collectives along a dim, on real ranks, against the same on one."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from echelon.collectives import RecordingGroup
+from echelon.collectives import Ledger, RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.parallel.tensor.moves import gathered, start_sum, start_sum_of_part, summed, summed_part
+from echelon.parallel.tensor import moves
+from echelon.parallel.tensor.moves import (
+    RecordedMoves,
+    gathered,
+    number_of,
+    start_sum,
+    start_sum_of_part,
+    summed,
+    summed_part,
+)
 from echelon.plan import Plan
 
 Warm = Callable[[int], Ranks]
@@ -62,3 +72,44 @@ def test_a_sum_can_be_started_and_waited_for() -> None:
 def test_a_sequence_that_ranks_cannot_share_equally_is_refused() -> None:
     with pytest.raises(UserError, match="a sequence of 5 is not divisible by 2; use sequences of a multiple"):
         summed_part(torch.ones(2, 5), RecordingGroup("tensor", 0, 2), 1)
+
+
+# The operators of compiled layers: what torch asks of them, and groups that are gone.
+
+
+def group() -> RecordingGroup:
+    return RecordingGroup("tensor", 0, 2, Ledger())
+
+
+def test_they_are_what_torch_asks_of_operators() -> None:
+    here = group()
+    number = number_of(here)
+    x = torch.zeros(2, 6, 4)
+    torch.library.opcheck(moves.sum_over_ranks, (x, number))
+    tests = ("test_schema", "test_faketensor")  # values are not defined: nothing is moved
+    for operator in (moves.gather_parts, moves.sum_part_over_ranks):
+        torch.library.opcheck(operator, (x, number, 2, 1), test_utils=tests)
+        torch.library.opcheck(operator, (x.transpose(0, 1), number, 2, 0), test_utils=tests)
+    torch.library.opcheck(moves.checked_tokens, (torch.arange(3), 3))
+
+
+def test_a_sum_leaves_its_input() -> None:
+    here, x = group(), torch.ones(3)
+    assert RecordedMoves(number_of(here), 2, 0).summed(x).data_ptr() != x.data_ptr()
+
+
+def test_a_group_has_one_number_and_numbers_are_not_given_again() -> None:
+    first, second = group(), group()
+    numbers = [int(number_of(each)) for each in (first, second, first)]
+    assert numbers[0] == numbers[2] != numbers[1]
+    del first
+    gc.collect()
+    third = group()
+    assert int(number_of(third)) not in numbers
+    with pytest.raises(RuntimeError, match="the group of its engine is gone; make a new engine"):
+        moves.sum_over_ranks(torch.ones(3), torch.tensor(numbers[0]))
+
+
+def test_a_part_of_a_sum_must_be_whole() -> None:
+    with pytest.raises(UserError, match="a sequence of 5 is not divisible by 2"):
+        RecordedMoves(torch.tensor(0), 2, 0).summed_part(torch.ones(2, 5), 1)

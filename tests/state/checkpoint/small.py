@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.state.checkpoint.file_hash import hash_bytes
+from echelon.state.checkpoint.file_checks import hash_bytes
 from echelon.state.checkpoint.manifest import MANIFEST, FileRecord, Manifest, PieceRecord, TensorRecord
-from echelon.state.weight_files.tensor_file_writer import TensorEntry, write_tensor_file
+from echelon.state.weight_files.tensor_file import TensorEntry, write_tensor_file
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 BIAS = torch.arange(3.0)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.state.checkpoint import direct_file
-from echelon.state.checkpoint.direct_file import ALIGNMENT, DirectFile, aligned_memory
-from echelon.state.checkpoint.file_hash import BLOCK_BYTES, FileHash, hash_bytes, hash_file
+from echelon.state.checkpoint import part_writer
+from echelon.state.checkpoint.file_checks import BLOCK_BYTES, FileHash, hash_bytes, hash_file
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
+from echelon.state.checkpoint.part_writer import ALIGNMENT, DirectFile, aligned_memory
 from echelon.state.ownership import Slice, whole_slice
 from tests.state.checkpoint.saving import state
 
@@ -105,8 +105,8 @@ def test_a_file_system_without_direct_writes(
             refuse("write")
         return real_write(file, data)
 
-    monkeypatch.setattr(direct_file.os, "open", open_without)
-    monkeypatch.setattr(direct_file.os, "write", write_without)
+    monkeypatch.setattr(part_writer.os, "open", open_without)
+    monkeypatch.setattr(part_writer.os, "write", write_without)
     data = os.urandom(2 * ALIGNMENT + 5)
     assert written(tmp_path / "a", data, ALIGNMENT) == data
     assert refused == [refuses]
@@ -188,7 +188,7 @@ def test_a_direct_file_is_new_readable_and_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(direct_file.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    monkeypatch.setattr(part_writer.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     gc.collect()  # what others have left open is not closed meanwhile
     descriptors = len(os.listdir("/proc/self/fd"))
     assert written(tmp_path / "a", b"x" * 5000, ALIGNMENT) == b"x" * 5000
@@ -220,7 +220,7 @@ def test_other_errors_of_writes_are_raised(
         raise OSError(code, os.strerror(code))
 
     file = DirectFile(tmp_path / "a")
-    monkeypatch.setattr(direct_file.os, "write", fail)
+    monkeypatch.setattr(part_writer.os, "write", fail)
     with pytest.raises(OSError, match=os.strerror(code)):
         file.write(aligned_memory(10).numpy().data, 10)
     file.close()

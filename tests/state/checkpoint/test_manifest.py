@@ -1,5 +1,6 @@
 """Manifests as bytes and back; what a stranger's may not say."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,8 +13,15 @@ import pytest
 import torch
 
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint.manifest import MANIFEST, FileRecord, Manifest
-from echelon.state.checkpoint.manifest_text import MOST_BYTES, parse, to_bytes
+from echelon.state.checkpoint.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    FileRecord,
+    Manifest,
+    OtherVersionError,
+    parse,
+    to_bytes,
+)
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import Slice
 from tests.state.checkpoint.small import BIAS, FILES, WEIGHT, record_of, small_manifest, write_small
@@ -25,14 +33,14 @@ Change = Callable[[dict[str, Any]], None]
 def plain() -> dict[str, Any]:
     """A valid manifest as JSON has it."""
     manifest = small_manifest({name: FileRecord(500, SHA) for name in FILES})
-    value: dict[str, Any] = json.loads(json.dumps(manifest.as_json()))
+    value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(manifest)))
     return value
 
 
 def test_bytes_and_back(tmp_path: Path) -> None:
     manifest = write_small(tmp_path / "a")
     assert Manifest.from_bytes(manifest.as_bytes()) == manifest
-    assert Manifest.from_json(manifest.as_json()) == manifest
+    assert Manifest.from_entries(dataclasses.asdict(manifest)) == manifest
     assert json.loads(manifest.as_bytes())["step"] == 3  # any JSON reader can
 
 
@@ -76,9 +84,6 @@ def _piece(**changes: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_set("format", value="zip"), "its format must be 'echelon-checkpoint'"),
-        (_set("version", value=1), "is of version 1; this echelon reads version 2"),
-        (_set("version", value=True), "is of version True"),
         (_set("step", value=-1), "step: must be an integer, at least 0, is -1"),
         (_set("step", value=2.0), "step: must be an integer"),
         (_set("ranks", value=0), "ranks: must be an integer, at least 1"),
@@ -108,10 +113,10 @@ def _piece(**changes: Any) -> Change:
 )
 def test_what_a_manifest_may_not_say(change: Change, words: str) -> None:
     entries = plain()
-    Manifest.from_json(entries)
+    Manifest.from_entries(entries)
     change(entries)
     with pytest.raises(UserError) as refusal:
-        Manifest.from_json(entries)
+        Manifest.from_entries(entries)
     assert words in str(refusal.value)
 
 
@@ -119,7 +124,7 @@ def test_all_errors_are_told_at_once() -> None:
     entries = plain()
     entries["step"], entries["ranks"] = None, "2"
     with pytest.raises(UserError) as refusal:
-        Manifest.from_json(entries)
+        Manifest.from_entries(entries)
     assert len(refusal.value.errors) == 2
 
 
@@ -154,7 +159,7 @@ def test_a_manifest_that_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 def test_a_manifest_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty list takes 3 bytes in the file and 64 in memory."""
-    monkeypatch.setattr("echelon.state.checkpoint.manifest_text.MOST_VALUES", 1000)
+    monkeypatch.setattr("echelon.state.checkpoint.manifest.MOST_VALUES", 1000)
     assert parse(to_bytes({"extra": [[]] * 490}))
     with pytest.raises(UserError, match="values; 1000 are allowed"):
         parse(to_bytes({"extra": [[]] * 510}))
@@ -166,7 +171,7 @@ def test_a_long_name_is_not_copied_for_all_that_it_holds() -> None:
     entries["tensors"]["x" * 100_000] = {str(number): record for number in range(1000)}
     tracemalloc.start()
     try:
-        Manifest.from_json(entries)
+        Manifest.from_entries(entries)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000, "100,000 bytes for each of 1,000"
     finally:
         tracemalloc.stop()
@@ -214,9 +219,9 @@ def test_a_header_that_differs_from_the_manifest_is_found_before_anything_is_rea
 ) -> None:
     """All hashes are right, but the file holds another type, another name, or a tensor more."""
     manifest = write_small(tmp_path / "a")
-    entries = json.loads(json.dumps(manifest.as_json()))
+    entries = json.loads(json.dumps(dataclasses.asdict(manifest)))
     change(entries)
-    (tmp_path / "a" / MANIFEST).write_bytes(Manifest.from_json(entries).as_bytes())
+    (tmp_path / "a" / MANIFEST).write_bytes(Manifest.from_entries(entries).as_bytes())
     with pytest.raises(DamagedError, match=re.escape(f"{FILES[1]}: {said}")):
         SavedState.open(tmp_path / "a").verify()
     with pytest.raises(DamagedError, match=re.escape(said)):  # also without hashes
@@ -240,9 +245,9 @@ def test_a_file_that_is_no_safetensors_is_found_before_anything_is_read(tmp_path
 def test_a_part_of_a_manifest_is_refused_unless_it_is_asked_for() -> None:
     entries = plain()
     del entries["tensors"]["weight"]["value"]["pieces"][0]
-    part = Manifest.from_json(entries, is_whole=False)
+    part = Manifest.from_entries(entries, is_whole=False)
     assert Manifest.from_bytes(part.as_readable_bytes(is_whole=False), is_whole=False) == part
-    for read in (lambda: Manifest.from_json(entries), lambda: Manifest.from_bytes(part.as_bytes())):
+    for read in (lambda: Manifest.from_entries(entries), lambda: Manifest.from_bytes(part.as_bytes())):
         with pytest.raises(UserError, match="is not the manifest of a whole checkpoint"):
             read()
     with pytest.raises(UserError, match="could not be loaded, and is not saved"):
@@ -250,10 +255,9 @@ def test_a_part_of_a_manifest_is_refused_unless_it_is_asked_for() -> None:
 
 
 def test_a_manifest_is_not_written_longer_than_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = Manifest.from_json(plain())
+    manifest = Manifest.from_entries(plain())
     size = len(manifest.as_bytes())
-    for name in ("manifest.MOST_BYTES", "manifest_text.MOST_BYTES"):
-        monkeypatch.setattr(f"echelon.state.checkpoint.{name}", size)
+    monkeypatch.setattr("echelon.state.checkpoint.manifest.MOST_BYTES", size)
     assert manifest.as_readable_bytes() == manifest.as_bytes()
     monkeypatch.setattr("echelon.state.checkpoint.manifest.MOST_BYTES", size - 1)
     with pytest.raises(UserError, match=f"has {size} bytes; a manifest has {size - 1} at most"):
@@ -266,7 +270,7 @@ def test_errors_of_entries_come_before_those_of_pieces() -> None:
     entries["tensors"]["bias"]["value"]["shape"] = "x"
     entries["tensors"]["bias"]["value"]["pieces"][0]["tensor"] = 7
     with pytest.raises(UserError) as refusal:
-        Manifest.from_json(entries)
+        Manifest.from_entries(entries)
     assert [error.rpartition(": ")[0] for error in refusal.value.errors] == [
         "tensors bias value shape",
         "tensors bias value pieces [0]",
@@ -280,3 +284,23 @@ def test_errors_of_entries_come_before_those_of_pieces() -> None:
 def test_what_is_no_manifest(data: bytes) -> None:
     with pytest.raises(UserError, match="is damaged, or is not the manifest of a checkpoint"):
         Manifest.from_bytes(data)
+
+
+def test_a_manifest_of_another_version_may_be_whole() -> None:
+    data = Manifest.from_entries(plain()).as_bytes().replace(b'"version": 2', b'"version": 1', 1)
+    with pytest.raises(OtherVersionError, match="is of version 1; this echelon reads version 2"):
+        Manifest.from_bytes(data)
+
+
+def test_the_longest_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(b'{"a": -9223372036854775808, "b": 18446744073709551615}') == {"a": -(2**63), "b": 2**64 - 1}
+    with pytest.raises(UserError, match="an integer of 21 digits"):
+        parse(b'{"a": 118446744073709551615}')
+    with pytest.raises(UserError, match="the key 'b' stands twice"):
+        parse(b'{"a": 1, "b": 2, "b": 3, "c": 4}')
+    asked = {}
+    monkeypatch.setattr(
+        "echelon.state.checkpoint.manifest.parse_json", lambda _, **options: asked.update(options) or {}
+    )
+    parse(b"")
+    assert (asked["most_bytes"], asked["most_values"]) == (2**27, 2**23)

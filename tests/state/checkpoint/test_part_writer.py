@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.state.checkpoint import file_hash, part_writer
-from echelon.state.checkpoint.direct_file import aligned_memory
-from echelon.state.checkpoint.file_hash import hash_bytes
+from echelon.state.checkpoint import file_checks, part_writer
+from echelon.state.checkpoint.file_checks import hash_bytes
 from echelon.state.checkpoint.file_image import FileImage, lay_out
 from echelon.state.checkpoint.manifest import FileRecord
-from echelon.state.checkpoint.part_writer import FilledChunks, StoppedError, write_memory
+from echelon.state.checkpoint.part_writer import FilledChunks, StoppedError, aligned_memory, write_memory
 from echelon.state.ownership import whole_slice
 
 CPU = torch.device("cpu")
@@ -24,7 +23,7 @@ BLOCK = 4096
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_writer, "CHUNK_BYTES", 2 * BLOCK)
     monkeypatch.setattr(part_writer, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(file_hash, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(file_checks, "BLOCK_BYTES", BLOCK)
 
 
 class Sink:

@@ -17,8 +17,8 @@ import torch
 from echelon.errors import UserError
 from echelon.state.checkpoint import SaveOptions, assignment, part_writer, storage_errors
 from echelon.state.checkpoint import save as save_module
-from echelon.state.checkpoint.direct_file import DirectFile
-from echelon.state.checkpoint.file_hash import BLOCK_BYTES
+from echelon.state.checkpoint.file_checks import BLOCK_BYTES
+from echelon.state.checkpoint.part_writer import DirectFile
 from echelon.state.checkpoint.save import Saver, Then
 from echelon.state.checkpoint.target import FolderTarget
 from tests.peak_memory import PeakMemory
@@ -142,6 +142,7 @@ def test_what_could_not_be_loaded_is_not_saved(
     for wait in (True, False):
         with pytest.raises(UserError, match=message):
             new_saver().save(tmp_path / "a", owned(state(2.0)), about, SaveOptions(wait))
+    monkeypatch.undo()
     check_saved(tmp_path / "a", state(1.0))
     assert names(tmp_path) == ["a"]
 

@@ -17,7 +17,7 @@ from echelon.engine.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.state.checkpoint import CheckpointFolder, open_whole, snapshot, target
-from echelon.state.checkpoint.direct_file import DirectFile
+from echelon.state.checkpoint.part_writer import DirectFile
 from tests.cases import Perceptron, adamw, mean_loss, vectors
 from tests.state.checkpoint.saving import copying_late, names, read
 

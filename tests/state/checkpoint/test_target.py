@@ -10,15 +10,11 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.launching import RankFailed, launch
-from echelon.state.checkpoint import storage_errors, swap, target
-from echelon.state.checkpoint.swap import replace_folder, standing
-from echelon.state.checkpoint.target import (
-    remove_checkpoint,
-    remove_leftovers,
-    remove_small_leftovers,
-    write_atomically,
-)
+from echelon.state.checkpoint import atomic, storage_errors, target
+from echelon.state.checkpoint.atomic import locate, remove_small_leftovers
+from echelon.state.checkpoint.target import remove_leftovers
 from tests.state.checkpoint.saving import check_saved, names, new_saver, save, state
+from tests.state.checkpoint.test_atomic import make_folder
 
 
 def save_and_die(path: Path, moment: str) -> None:
@@ -128,36 +124,10 @@ def test_a_report_that_no_rank_has_written_is_an_error(tmp_path: Path, text: str
     written.abandon()
 
 
-def make_folder(path: Path, text: str) -> Path:
-    path.mkdir()
-    (path / "text").write_text(text)
-    return path
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_folder_takes_the_place_of_another(
-    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchanges:
-        monkeypatch.setattr(swap, "_exchange", lambda *_: False)
-    new, path = make_folder(tmp_path / "new", "new"), make_folder(tmp_path / "path", "old")
-    replace_folder(new, path)
-    assert (path / "text").read_text() == "new"
-    assert (new / "text").read_text() == "old"
-    assert names(tmp_path) == ["new", "path"]
-
-
-def test_linux_exchanges_names_at_once(tmp_path: Path) -> None:
-    first, second = make_folder(tmp_path / "a", "a"), make_folder(tmp_path / "b", "b")
-    assert swap._exchange(first, second)
-    with pytest.raises(FileNotFoundError):
-        swap._exchange(first, tmp_path / "missing")
-
-
 def test_a_job_killed_between_two_renames_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     save(new_saver(), tmp_path / "a", state(1.0))
     rename, calls = Path.rename, []
 
@@ -171,7 +141,7 @@ def test_a_job_killed_between_two_renames_loses_nothing(
     with pytest.raises(KeyboardInterrupt):
         save(new_saver(), tmp_path / "a", state(2.0))
     monkeypatch.undo()
-    assert standing(tmp_path / "a") != tmp_path / "a"
+    assert locate(tmp_path / "a") != tmp_path / "a"
     check_saved(tmp_path / "a", state(1.0))
     save(new_saver(), tmp_path / "a", state(3.0))
     check_saved(tmp_path / "a", state(3.0))
@@ -196,7 +166,7 @@ def test_an_error_after_the_rename_destroys_neither_checkpoint(
     tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(swap, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     for value in (1.0, 2.0):
         fail_once(monkeypatch, tmp_path)
         save(new_saver(), tmp_path / "a", state(value))
@@ -212,28 +182,12 @@ def test_an_error_after_the_rename_destroys_neither_checkpoint(
 def test_what_a_killed_job_has_left_of_a_replaced_checkpoint_goes_with_the_next_save(
     tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap, "_exchange", swap._exchange if exchanges else lambda *_: False)
+    monkeypatch.setattr(atomic, "_exchange", atomic._exchange if exchanges else lambda *_: False)
     save(new_saver(), tmp_path / "a", state(1.0))
-    (tmp_path / "a").rename(swap.standby_of(tmp_path / "a"))  # killed here, with nothing at its place
+    (tmp_path / "a").rename(atomic.standby_of(tmp_path / "a"))  # killed here, with nothing at its place
     save(new_saver(), tmp_path / "a", state(2.0))
     assert names(tmp_path) == ["a"]
-    make_folder(swap.standby_of(tmp_path / "a"), "of an older version")  # beside a whole one
+    make_folder(atomic.standby_of(tmp_path / "a"), "of an older version")  # beside a whole one
     save(new_saver(), tmp_path / "a", state(3.0))
     assert names(tmp_path) == ["a"]
     check_saved(tmp_path / "a", state(3.0))
-
-
-def test_a_removed_checkpoint_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_folder(tmp_path / "a", "a")
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed here
-    remove_checkpoint(tmp_path / "a")
-    (left,) = names(tmp_path)
-    assert left.startswith(".a.")
-    assert left.endswith(".part")
-
-
-def test_a_small_file_is_replaced_at_once(tmp_path: Path) -> None:
-    for text in (b"old", b"new"):
-        write_atomically(tmp_path / "latest", text)
-        assert (tmp_path / "latest").read_bytes() == text
-    assert names(tmp_path) == ["latest"]

@@ -6,7 +6,7 @@ from torch.distributed import checkpoint as dcp
 
 from echelon.errors import UserError
 from echelon.state.weight_files.dcp_folder import write_dcp
-from echelon.state.weight_files.tensor_file_writer import TensorEntry
+from echelon.state.weight_files.tensor_file import TensorEntry
 
 TENSORS = {"a.weight": torch.rand(3, 4, dtype=torch.float64), "b": torch.arange(5), "c": torch.tensor(2.5)}
 ENTRIES = [TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from echelon.engine.audit.weight_stream import layer_sizes
 from echelon.nn.wrapping import Wrapper, Wrapping, stack_of
-from echelon.parallel.data.zero.freed import FreedParameter
+from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import StateNames
 
 _ABSENT = object()

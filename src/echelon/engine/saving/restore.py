@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.parallel.data.claims import is_claimed
-from echelon.parallel.data.zero.freed import FreedParameter, mark_whole
+from echelon.parallel.data.parameter_set import is_claimed
+from echelon.parallel.data.zero.weight_access import FreedParameter, mark_whole
 from echelon.plan import Plan
 from echelon.state.ownership import StateNames
 

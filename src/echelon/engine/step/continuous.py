@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime import Script, Versions
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch
 from echelon.parallel.observer import ForwardPass, StepObserver
 from echelon.parallel.stage import LocalStages

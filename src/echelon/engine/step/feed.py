@@ -13,9 +13,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime import Microbatch
 from echelon.engine.step.samples import Scopes, counting
-from echelon.nn.batch import Batch, cast, microbatches, num_samples
-from echelon.nn.dtypes import DTYPES
-from echelon.nn.inputs import shared_inputs, tensors_of
+from echelon.nn.batch import DTYPES, Batch, cast, microbatches, num_samples, shared_inputs, tensors_of
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.update.numbers import Number

@@ -3,9 +3,9 @@ refused by all, and no weight has changed."""
 
 from typing import final
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.parallel.observer import Observers
 from echelon.parallel.stage import LocalStages
 

@@ -4,7 +4,7 @@ from typing import Any, final
 
 from echelon.engine.arguments import check_loss
 from echelon.engine.step.runtime.flight import Microbatch, MicrobatchLoss
-from echelon.nn.batch import total_and_count
+from echelon.nn.losses import total_and_count
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, LossPass, Observers
 from echelon.parallel.padding import LocalTargets

@@ -4,7 +4,7 @@ found, and torch's cache of cast weights is kept out.
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import numpy
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from echelon.collectives.mesh import Mesh
 from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
@@ -39,6 +40,18 @@ def without_side_effects(
         buffers.restore(refused=True)
         generators.restore()
         attributes.restore()
+
+
+@contextmanager
+def as_checks(mesh: Mesh, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Count what is moved as checks, and run compiled layers as they are written: they stay compiled for the
+    sizes of steps, and hooks see what is inside."""
+    is_compiled = mesh.plan.compile or any(module._compiled_call_impl for module in modules)
+    eager: AbstractContextManager[Any] = nullcontext()
+    if is_compiled:
+        eager = torch.compiler.set_stance("force_eager")
+    with mesh.ledger.only_about("checks"), eager:
+        yield
 
 
 @contextmanager

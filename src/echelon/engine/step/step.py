@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.audit.audit_batch import GivenBatch
 from echelon.engine.audit.auditing import Audit
 from echelon.engine.audit.drift import DriftCheck
@@ -34,7 +35,6 @@ from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import finish_step, start_step
-from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.program import Program

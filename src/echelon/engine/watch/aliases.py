@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from echelon.errors import raise_errors
 from echelon.memory.gist.dense import overlap
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 from echelon.plan import Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module

@@ -22,7 +22,7 @@ from echelon.memory.activation_offload.offloaded_pass import LayerGroup, Offload
 from echelon.memory.activation_offload.offloaded_storage import OffloadedStorage, SharedPiece
 from echelon.memory.recompute import backward_follows, weight_storages
 from echelon.nn.autograd.saved_tensors import current_observer, replace
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers, Slot, StepObserver

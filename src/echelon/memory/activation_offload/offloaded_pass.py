@@ -23,7 +23,7 @@ from echelon.memory.activation_offload.offloaded_storage import (
     View,
 )
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, current_observer
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 if TYPE_CHECKING:
     from echelon.memory.activation_offload.offload import ActivationOffload

@@ -26,7 +26,7 @@ from echelon.memory.gist.marks import Memory
 from echelon.memory.gist.settings import Compression, is_encoded, is_off
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, current_hooks, is_recorded, replace
 from echelon.nn.autograd.second_run import once
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 from echelon.nn.wrapping import Wrapper
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from echelon.errors import UserError
 from echelon.memory.recompute.checkpoints import ArgumentName, Checkpoints, Kept
-from echelon.nn.autograd.graph_entry import enter
+from echelon.nn.autograd.in_place import enter
 from echelon.nn.autograd.saved_tensors import Hooks
 
 

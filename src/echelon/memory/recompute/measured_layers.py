@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.memory.recompute.budget_model import LayerCost
 from echelon.memory.recompute.checkpoints import ArgumentName, Checkpoints
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, observe
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 
 class LayerInput(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.collectives.fingerprint import device_fingerprint, measures, near
 from echelon.errors import UserError
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 from echelon.parallel.observer import StepObserver
 
 

@@ -23,8 +23,8 @@ from echelon.memory.recompute.layer_call import LayerCall, LayerHistory
 from echelon.memory.recompute.second_run_check import SecondRunCheck
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, current_observer, replace
 from echelon.nn.autograd.second_run import TapeEndedError
-from echelon.nn.autograd.tracing import untraced
 from echelon.nn.sequence import View
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapper, Wrapping
 
 

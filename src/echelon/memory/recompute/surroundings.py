@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from echelon.nn.autograd.generators import GeneratorStates
-from echelon.nn.dropout import current, restore
+from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
 
 if TYPE_CHECKING:

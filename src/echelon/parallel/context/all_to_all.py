@@ -23,9 +23,8 @@ from torch.autograd import Function
 
 from echelon.collectives import Group
 from echelon.errors import raise_errors
-from echelon.nn.autograd.tracing import untraced
-from echelon.parallel.context.inputs import check_inputs
-from echelon.parallel.context.parts import put_together, take
+from echelon.nn.tracing import untraced
+from echelon.parallel.context.parts import check_inputs, put_together, take
 
 
 @untraced

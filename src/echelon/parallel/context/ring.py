@@ -1,9 +1,9 @@
 """Ring attention: each rank keeps its queries, and keys and values travel around the ring.
 
 Every rank holds 1/C of the sequence (see `parts`). It sees every rank's keys and values, its own first, then
-those of both neighbours, and so on; the next ones arrive while it computes (`ring_exchange`). Results are
+those of both neighbours, and so on; the next ones arrive while it computes (`rounds`). Results are
 merged by their log-sums. The backward pass keeps only query, key, value, result and log-sums, and goes around
-the ring again. Gradients of keys and values travel behind their block (`returning_gradients`).
+the ring again. Gradients of keys and values travel behind their block (`ReturningGradients`).
 
 Bytes that a rank sends, where K is the size of its keys and values and G that of their gradients (at least
 float32), about half of them in each direction:
@@ -16,22 +16,19 @@ last bits from run to run.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from echelon.collectives import Group
-from echelon.nn.autograd.tracing import untraced
-from echelon.parallel.context import tiles
-from echelon.parallel.context.flash import find_kernel
-from echelon.parallel.context.inputs import check_inputs
-from echelon.parallel.context.parts import block_of
-from echelon.parallel.context.ring_exchange import Exchange, Message, RingBlock, reach, rounds, start_exchange
-from echelon.parallel.context.tiles import Gradients, QueryState, wide
+from echelon.collectives import Group, Handle
+from echelon.nn.tracing import untraced
+from echelon.parallel.context.blocks import Gradients, QueryState, add_gradients, attend, merge, wide
+from echelon.parallel.context.parts import block_of, check_inputs
 
 
 @untraced
@@ -88,6 +85,100 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, group: Group, scale: flo
             del block, result
         del blocks
     return out, sums
+
+
+# Messages around a ring of ranks, in both directions at once.
+#
+# Every rank passes what it has on to both neighbours, so that half of the blocks come from the left and half
+# from the right. C = 5, whose tensors each rank gets in each round:
+#
+#               round 0   round 1   round 2
+#     rank 0       0       4 and 1   3 and 2
+#     rank 1       1       0 and 2   4 and 3
+#     …
+# With an even number of ranks the last round has one block only, from the left.
+#
+# All messages of a round are one all-to-all in which most ranks have nothing for each other. Over NCCL they
+# run at the same time, and no rank waits for another's order: all begin the same operations.
+
+
+RIGHT, LEFT = 1, -1
+WAYS = (RIGHT, LEFT)
+
+
+class Message(NamedTuple):
+    """`tensor` goes to `target`, and one of the same shape comes from `source`."""
+
+    tensor: Tensor
+    target: int
+    source: int
+
+
+class Exchange(NamedTuple):
+    """Messages that are under way."""
+
+    outgoing: Tensor  # kept alive until it is sent
+    incoming: Tensor
+    places: tuple[int, ...]  # of the answer to each message, in `incoming`
+    handle: Handle
+
+    def wait(self) -> list[Tensor]:
+        """What the source of each message has sent."""
+        self.handle.wait()
+        return [self.incoming[place] for place in self.places]
+
+
+class RingBlock(NamedTuple):
+    """A tensor of `source` that has travelled `way` (0: this rank's own)."""
+
+    way: int
+    source: int
+    tensor: Tensor
+
+
+def start_exchange(group: Group, messages: Sequence[Message]) -> Exchange:
+    """Start to send and to receive. All ranks give messages of the same number and shape.
+
+    Two messages between the same two ranks arrive in the order in which both ranks list them.
+    """
+    by_target = sorted(messages, key=lambda message: message.target)
+    by_source = sorted(range(len(messages)), key=lambda number: messages[number].source)
+    tensors = [message.tensor for message in by_target]
+    outgoing = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
+    incoming = torch.empty_like(outgoing)
+    rows = ([sum(rank == each[side] for each in messages) for rank in range(group.size)] for side in (2, 1))
+    with group.ledger.about("context"):
+        handle = group.all_to_all(incoming, outgoing, *rows, wait=False)
+    places = tuple(by_source.index(number) for number in range(len(messages)))
+    return Exchange(outgoing, incoming, places, handle)
+
+
+def reach(ranks: int, way: int) -> int:
+    """How many ranks a tensor travels to in this direction."""
+    return ranks // 2 if way == RIGHT else (ranks - 1) // 2
+
+
+def rounds(group: Group, tensor: Tensor) -> Iterator[list[RingBlock]]:
+    """The blocks of each round: first this rank's own, then those of both neighbours, …
+
+    The next ones travel while some are used, so the caller must not change them, and must let go of them
+    before it asks for the next: they take memory.
+    """
+    rank, size = group.rank, group.size
+    blocks = [RingBlock(0, rank, tensor)]
+    latest = dict.fromkeys(WAYS, tensor)
+    for step in range(reach(size, RIGHT) + 1):
+        ways = [way for way in WAYS if step < reach(size, way)]
+        messages = [Message(latest[way], (rank + way) % size, (rank - way) % size) for way in ways]
+        exchange = start_exchange(group, messages) if messages else None
+        yield blocks
+        if exchange is not None:
+            latest = dict(zip(ways, exchange.wait(), strict=True))
+            exchange = None  # frees what was sent before the next round takes memory
+            blocks = [RingBlock(way, (rank - way * (step + 1)) % size, latest[way]) for way in ways]
+
+
+# The backward pass.
 
 
 class _Backward:
@@ -170,58 +261,3 @@ class ReturningGradients:
 
     def _is_last(self, way: int) -> bool:
         return self._step == reach(self._group.size, way)
-
-
-# Attention of some queries to one block of keys, by a kernel or in tiles, and how results over blocks
-# merge.
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Result and log-sums. If `causal`, queries and keys are the same positions."""
-    query, key, value = (x.contiguous() for x in (query, key, value))
-    kernel = find_kernel(query, key, value, causal=causal)
-    if kernel is None:
-        return tiles.attend(query, key, value, causal=causal, scale=scale)
-    return kernel.forward(query, key, value, causal, scale)
-
-
-def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
-    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys.
-
-    They are in the wide type. A GPU reads and writes `out` once: most of the cost of a merge.
-    """
-    weight = torch.sigmoid(other_sums - sums)[..., None]
-    out.lerp_(other_out.to(out.dtype), weight)
-    sums.copy_(torch.logaddexp(sums, other_sums))
-
-
-def add_gradients(
-    into: Gradients,
-    queries: QueryState,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    is_first: bool = False,
-) -> None:
-    """Fill in the gradients of these keys and values, and add what they contribute to that of the queries.
-
-    `is_first`: that of the queries holds nothing yet. A GPU writes memory once where it need not add.
-    """
-    queries = QueryState(*(x.contiguous() for x in queries))
-    key, value = key.contiguous(), value.contiguous()
-    kernel = find_kernel(queries.query, key, value, causal=causal)
-    if kernel is None:
-        for empty in into if is_first else into[1:]:
-            empty.zero_()
-        tiles.add_gradients(into, queries, key, value, causal=causal, scale=scale)
-        return
-    query, gradient, out, sums = queries
-    for_query, *others = kernel.backward(gradient, query, key, value, out, sums, causal, scale)
-    if is_first:
-        into.query.copy_(for_query)
-    else:
-        into.query.add_(for_query)
-    for empty, part in zip(into[1:], others, strict=True):
-        empty.copy_(part)

@@ -1,20 +1,164 @@
-"""Buckets: gradients of several parameters in one contiguous buffer, reduced at once.
+"""Memory of gradients: its type, where it comes from, and buckets, which are reduced at once.
 
-A step's first gradient of a parameter moves to the parameter's view of the buffer, which from then on is its
-`.grad`: further microbatches add where the sum is reduced, and nothing is copied out. (To zero the buffer and
-have autograd add the first gradient too would move twice the memory.) Buckets are filled in the order in
-which gradients are expected.
+Buckets. A step's first gradient of a parameter moves to the parameter's view of a contiguous buffer, which
+from then on is its `.grad`: further microbatches add where the sum is reduced, and nothing is copied out. (To
+zero the buffer and have autograd add the first gradient too would move twice the memory.) Buckets are filled
+in the order in which gradients are expected.
+
+Types. A sum in bf16 stays where it is as soon as it is 256 times as large as what is added. So the gradient
+of a bf16 weight is float32: autograd converts what a backward pass computes, and adds it to a float32 `.grad`
+(`Tensor.grad_dtype`). Buffers of gradients are then float32 too, and so is what ranks sum.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.collectives.buffer_layout import BufferLayout, block_size, lay_out
-from echelon.parallel.data.grad_dtype import gradient_dtype
-from echelon.parallel.data.gradient_memory import GradientKind, GradientMemory, NewMemory
+
+# `Tensor.grad_dtype` of each parameter whose type was set, as it was before. An engine that was not closed
+# has set it too: what the next one finds is not the user's.
+_original_dtypes: MutableMapping[Tensor, torch.dtype | None] = WeakIdKeyDictionary()
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The type of a parameter's gradient; of a frozen parameter its own."""
+    return (parameter.grad_dtype if parameter.requires_grad else None) or parameter.dtype
+
+
+def weight_dtype(parameter: Tensor) -> torch.dtype:
+    return parameter.dtype
+
+
+def set_gradient_dtype(parameter: nn.Parameter, *, in_float32: bool) -> None:
+    """Let gradients of the parameter be of its own type, or `in_float32` if that is more, until
+    `restore_gradient_dtype`.
+
+    A gradient of before that is of another type is dropped: torch would refuse to add to it.
+    """
+    is_low = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
+    dtype = torch.float32 if in_float32 and is_low else parameter.dtype
+    if gradient_dtype(parameter) != dtype:
+        _original_dtypes.setdefault(parameter, _setting(parameter, parameter.grad_dtype))
+        _change(parameter, _setting(parameter, dtype))
+
+
+def restore_gradient_dtype(parameter: nn.Parameter) -> None:
+    """Let gradients of the parameter be of the type that was theirs before `set_gradient_dtype`."""
+    if parameter in _original_dtypes:
+        _change(parameter, _original_dtypes.pop(parameter))
+
+
+def _setting(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What to set for gradients of `dtype`: the parameter's own type, once set, would outlast a conversion.
+    None is: as computed."""
+    return None if dtype == parameter.dtype else dtype
+
+
+def _change(parameter: nn.Parameter, setting: torch.dtype | None) -> None:
+    parameter.grad = None
+    parameter.grad_dtype = setting
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Set the gradients of these parameters aside: torch.compile leaves a layer alone, which it is to record,
+    while one of its weights has a gradient of another type."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+# Memory for gradients of units (zero 2 and 3): new for each, or preallocated.
+#
+# Preallocated (contiguous=true, ZeRO's MD): every buffer is as large as the largest that is ever asked for,
+# so any buffer serves any unit, and steps take no new memory between the activations of a backward pass. One
+# gradient is produced while another is summed; where more are open at a time, more buffers are made, and
+# stay.
+#
+#     take(100)   buffer 0 [:100]
+#     take(80)    buffer 1 [:80]          free: none
+#     give_back(buffer 0)                 free: buffer 0, when the sum that read it has been waited for
+
+_AT_ONCE = 2  # one is produced, one is summed
+
+
+class GradientKind(NamedTuple):
+    """Gradients that can lie in the same memory."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GradientMemory(ABC):
+    """Where gradients lie until they are summed."""
+
+    @abstractmethod
+    def take(self, size: int, kind: GradientKind) -> Tensor:
+        """Memory for `size` elements, with any values."""
+
+    @abstractmethod
+    def give_back(self, memory: Tensor) -> None:
+        """Nothing that was issued before needs the values any more, or has not been waited for."""
+
+    def storages(self) -> list[Tensor]:
+        """What is held while no gradient is on its way."""
+        return []
+
+
+@final
+class NewMemory(GradientMemory):
+    """New for each gradient."""
+
+    def take(self, size: int, kind: GradientKind) -> Tensor:
+        return torch.empty(size, dtype=kind.dtype, device=kind.device)
+
+    def give_back(self, memory: Tensor) -> None:
+        pass
+
+
+@final
+class PreallocatedMemory(GradientMemory):
+    """Buffers of the largest size."""
+
+    def __init__(self, sizes: Iterable[tuple[int, GradientKind]], at_once: int = _AT_ONCE) -> None:
+        """`sizes`: of every gradient that will ask; `at_once`: how many buffers are made now."""
+        self._largest: Counter[GradientKind] = Counter()
+        for size, kind in sizes:
+            self._largest[kind] = max(self._largest[kind], size)
+        self._buffers = {kind: [self._make(kind) for _ in range(at_once)] for kind in self._largest}
+        self._free = {kind: list(buffers) for kind, buffers in self._buffers.items()}
+
+    def _make(self, kind: GradientKind) -> Tensor:
+        return torch.empty(self._largest[kind], dtype=kind.dtype, device=kind.device)
+
+    def take(self, size: int, kind: GradientKind) -> Tensor:
+        assert size <= self._largest[kind]
+        if not self._free[kind]:
+            self._free[kind].append(self._make(kind))
+            self._buffers[kind] += self._free[kind]
+        return self._free[kind].pop()[:size]
+
+    def give_back(self, memory: Tensor) -> None:
+        kind = GradientKind(memory.dtype, memory.device)
+        buffer = next(each for each in self._buffers[kind] if each.data_ptr() == memory.data_ptr())
+        assert all(each is not buffer for each in self._free[kind]), "given back twice"
+        self._free[kind].append(buffer)
+
+    def storages(self) -> list[Tensor]:
+        return [buffer for buffers in self._buffers.values() for buffer in buffers]
 
 
 class Bucket:
@@ -65,6 +209,63 @@ class Bucket:
                 view.zero_()
                 parameter.grad = view
         return self.buffer
+
+
+class UnitBucket:
+    """The gradients of one unit, all of one type, in a bucket that takes memory when the first one comes."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, layout: BufferLayout | None = None
+    ) -> None:
+        self.parameters = list(parameters)
+        self._dtype, self._layout = dtype, layout
+        self._memory: GradientMemory = NewMemory()
+        self._bucket: Bucket | None = None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The memory of the whole gradient, while there is any."""
+        return None if self._bucket is None else self._bucket.buffer
+
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """A parameter has got a gradient: it moves to its place in the buffer."""
+        self._allocated().accumulate(parameter)
+
+    def open(self) -> None:
+        """Forget all gradients, but keep their memory."""
+        self._allocated().open()
+
+    def close(self) -> Tensor:
+        """The whole gradient, complete."""
+        return self._allocated().close()
+
+    def take(self) -> Tensor:
+        """The whole gradient, complete, which the parameters let go of. The caller gives its memory back."""
+        gradient = self.close()
+        self._bucket = None
+        self._clear()
+        return gradient
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self._bucket is not None:
+            self._memory.give_back(self._bucket.buffer)
+        self._bucket = None
+
+    def drop(self) -> None:
+        """Forget all gradients, and give the memory back."""
+        self.free()
+        self._clear()
+
+    def _clear(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be gathered for this
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _allocated(self) -> Bucket:
+        if self._bucket is None:
+            self._bucket = Bucket(self.parameters, self._dtype, self._layout, self._memory)
+        return self._bucket
 
 
 def fill_buckets(

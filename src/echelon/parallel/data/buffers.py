@@ -1,18 +1,19 @@
-"""Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
+"""Buffers of a model (running statistics and such) among replicas: all take those of replica 0."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.fingerprint import device_fingerprint
-from echelon.parallel.data.flags import set_anywhere
-from echelon.parallel.data.packed_broadcast import broadcast_packed
+from echelon.parallel.data.reducer import set_anywhere
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
 
@@ -65,10 +66,7 @@ class Buffers:
         for row, (name, buffer) in zip(local, buffers.items(), strict=False):
             if buffer.nbytes <= SMALL or self._may_have_changed(name, buffer):
                 row.copy_(device_fingerprint(buffer))
-        gathered = local.new_empty(self._group.size, *local.shape)
-        with self._group.ledger.about("checks"):
-            self._group.all_gather(gathered, local)
-        rows = [row for row in gathered.tolist() if row[-1][0]]
+        rows = [row for row in gather_rows(local, self._group, "checks").tolist() if row[-1][0]]
         return [
             name for number, name in enumerate(buffers) if any(r[number] != rows[0][number] for r in rows)
         ]
@@ -89,3 +87,51 @@ class Buffers:
         return {
             name: _Mark(weakref.ref(buffer), buffer._version) for name, buffer in self._module.named_buffers()
         }
+
+
+# Broadcast many tensors in few messages, through a buffer whose size does not depend on the model.
+
+
+BYTES_AT_ONCE = 32 * 2**20
+
+
+@torch.no_grad()
+def broadcast_packed(tensors: Sequence[Tensor], group: Group) -> None:
+    """Rank 0's values into everyone's tensors, however they lie in memory."""
+    for portion in _portions(tensors):
+        _broadcast(portion, group)
+
+
+def _broadcast(portion: list[Tensor], group: Group) -> None:
+    """Through a buffer that is gone when this returns; a single contiguous tensor is its own buffer."""
+    flat = _flatten_dense_tensors([tensor.contiguous() for tensor in portion])
+    group.broadcast(flat, source=0)
+    torch._foreach_copy_(portion, list(_unflatten_dense_tensors(flat, portion)))
+
+
+def _portions(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type and device, in portions of at most `BYTES_AT_ONCE`, or one element."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).extend(_pieces(tensor.detach()))
+    for alike in kinds.values():
+        portion: list[Tensor] = []
+        size = 0
+        for tensor in alike:
+            if portion and size + tensor.nbytes > BYTES_AT_ONCE:
+                yield portion
+                portion, size = [], 0
+            portion.append(tensor)
+            size += tensor.nbytes
+        if portion:
+            yield portion
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Views of a tensor, none larger than `BYTES_AT_ONCE`; none of a tensor without elements."""
+    if tensor.nbytes <= BYTES_AT_ONCE or tensor.numel() == 1:
+        yield from [tensor] if tensor.numel() else []
+        return
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    for rows in tensor.split(max(1, BYTES_AT_ONCE // row_bytes)):
+        yield from _pieces(rows[0] if len(rows) == 1 else rows)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Handle
-from echelon.parallel.data.bucketed import BUCKET_BYTES, Bucketed
-from echelon.parallel.data.buckets import Bucket, fill_buckets, move_in, point_at
-from echelon.parallel.data.grad_dtype import weight_dtype
+from echelon.parallel.data.all_reduce import BUCKET_BYTES, Bucketed
+from echelon.parallel.data.buckets import Bucket, fill_buckets, move_in, point_at, weight_dtype
 from echelon.parallel.data.parameter_set import ParameterSet
 from echelon.parallel.data.sharing import Storages, local_gradients, own_whole
 from echelon.state.ownership import LocalParameter, OwnedSlice
@@ -76,7 +75,7 @@ class ParameterServer(Bucketed):
 
     # Gradients to the server.
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _start_sum(self, bucket: Bucket) -> None:
         with self._group.ledger.about("gradients"):
             if self._is_server:
                 self._arrivals.append(self._receive(bucket))
@@ -100,7 +99,7 @@ class ParameterServer(Bucketed):
                 handle.wait()
                 bucket.buffer.add_(part)
 
-    def _complete(self) -> None:
+    def _finish_sums(self) -> None:
         """Wait for all gradients that are on the way."""
         self._add_arrivals(at_most=0)
         for send in self._sends:

@@ -3,6 +3,8 @@
 Parameters are in groups (buckets, units). A group is reduced as soon as the backward pass has completed it,
 but always in one order, the same on every rank: a message that overtakes another on one rank alone would
 meet the wrong one on its peers. The order is a guess at first, then what replica 0 saw in the first step.
+
+Which parameters any replica has used is a flag for each, exchanged beside the gradients (`FlagExchange`).
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.parallel.data.flags import FlagExchange
 from echelon.parallel.data.grad_accumulation import Accumulation, hook_gradient
 
 
@@ -160,6 +161,11 @@ class Reducer:
             group.broadcast(order, source=0)
         return [self._parameters[index] for index in order.tolist()]
 
+    def agreed_group_order(self, group: Group) -> list[int]:
+        """The places of all groups, in the order in which replica 0 saw the last of their gradients."""
+        last_first = [self._place[p] for p in reversed(self.agreed_order(group))]
+        return list(reversed(dict.fromkeys(last_first)))
+
 
 @final
 class UsedParameters:
@@ -175,3 +181,37 @@ class UsedParameters:
         """Those that any replica used."""
         used = self._exchange.wait()
         return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}
+
+
+# Flags that are set if any rank has set them: used parameters, changed buffers.
+
+
+def set_anywhere(flags: Sequence[bool], group: Group, device: torch.device) -> Sequence[bool]:
+    """Which of `flags` are set on any rank of the group; all ranks take part."""
+    return FlagExchange(flags, group, device).wait()
+
+
+@final
+class FlagExchange:
+    """Flags on their way to the other ranks.
+
+    To read the result is to wait for the device. A rank that has set all of them knows it without: so in most
+    steps nobody waits.
+    """
+
+    def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:
+        self._flags, self._on_device = flags, _to_device(flags, device)
+        self._handle = group.all_reduce(self._on_device, "max", wait=False)
+
+    def wait(self) -> Sequence[bool]:
+        """Which flags are set on any rank."""
+        self._handle.wait()
+        return self._flags if all(self._flags) else self._on_device.bool().tolist()
+
+
+def _to_device(flags: Sequence[bool], device: torch.device) -> Tensor:
+    if all(flags):
+        return torch.ones(len(flags), dtype=torch.uint8, device=device)
+    # From memory that is not pinned, a copy to a CUDA device waits for it.
+    local = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return local.to(device, non_blocking=True)

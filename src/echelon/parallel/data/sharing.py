@@ -10,18 +10,42 @@ Where units are updated in the backward pass (`on_unit`), the optimizer has work
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from echelon.parallel.data.claims import Claim
+from echelon.parallel.data.buckets import restore_gradient_dtype, set_gradient_dtype
 from echelon.parallel.data.grad_accumulation import Accumulation
-from echelon.parallel.data.grad_dtype import restore_gradient_dtype, set_gradient_dtype
-from echelon.parallel.data.parameter_set import ParameterSet
-from echelon.parallel.data.problems import Problem
+from echelon.parallel.data.parameter_set import Claim, ParameterSet
 from echelon.parallel.data.reducer import Reducer
 from echelon.parallel.data.zero.host_weights import HostRun
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, whole_slice
+
+
+class Problem(Enum):
+    """The value is what the user reads."""
+
+    DIFFERENT_UNITS = (
+        "ranks ran different modules in this step, and with zero=3 they gather weights together; make every "
+        "rank run the same modules, or use zero=2, or a smallest_unit (bytes) above the size of the modules "
+        "that only some ranks run, which then stay gathered"
+    )
+    WRONG_COUNT = (
+        "the loss counted another number than its targets told before the backward pass, in which units "
+        "were updated: gradients were divided by the wrong count. Go back to the weights before this step, "
+        "and use update=step"
+    )
+    LOST_CHANGE = (
+        "a weight was changed between two steps: with delay=1 the update of the step before was still to "
+        "come, and has overwritten the change; call engine.synchronize() before you change weights. This "
+        "change is lost"
+    )
+    DIFFERENT_CHANGE = (
+        "weights, their hooks or training modes were changed by hand between two steps, and not alike on "
+        "every rank, or not as this plan allows: each would go on with another model; make the same change "
+        "on all ranks, with random numbers of one seed; in a pipeline make another engine with parallelize"
+    )
 
 
 class Storages(NamedTuple):

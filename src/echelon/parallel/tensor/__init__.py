@@ -1,17 +1,10 @@
 """Tensor parallelism: the matrices of a model split over ranks, by a table of its modules.
 
-styles    what a table can say of a module, and the tables of known models
-numbers   integers that modules compute with
-shards    which part of a parameter a rank holds
-moves     collectives: gather and sum
-columns   matrices of one input: the sum of its gradient runs behind other work
-regions   the entries and exits of the split part of a layer
-entries   what happens there, as nodes of autograd's graph
-in_graph  the same inside the graphs of torch.compile
-operators collectives that torch.compile records
+styles    what a table can say of a module, the tables of known models, and what of a parameter a rank holds
+moves     collectives: gather and sum, at once or recorded by torch.compile
+entries   what happens at the ends of the split part of a layer, as nodes of autograd's graph
+regions   the split parts of layers; columns of one input, whose gradient is summed behind other work
 modules   the forward passes of split modules
-norms     norms over features that are split
-head_arguments  arguments of attention with a part for each head
 loss      the cross-entropy of logits that are split by vocabulary
 checks    what cannot be split, and why
 proposal  a table to paste, where there is none

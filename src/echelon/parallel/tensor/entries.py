@@ -1,16 +1,20 @@
 """What happens at the entries and exits of a split layer, as nodes of autograd's graph.
 
 Which collectives these are, `regions` shows. Moves do them: of a group at once, or as operators that
-torch.compile records.
+torch.compile records (`run_in_graph`).
 """
 
 import weakref
-from typing import Any, Protocol, final
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
-from echelon.parallel.tensor.moves import check_divisible
+from echelon.collectives import Group
+from echelon.parallel.tensor.moves import RecordedMoves, check_divisible, number_of
+
+Way = Literal["enter", "leave", "total", "join_logits"]  # the methods of `Entries` that graphs record
 
 
 class Moves(Protocol):
@@ -56,6 +60,11 @@ class Entries:
 
     def join_logits(self, logits: Tensor) -> Tensor:
         return _call(_Join, logits, self._moves, logits.ndim - 1)
+
+    def run(self, way: Way, x: Tensor, *arguments: Any) -> Tensor:
+        """Call the method of this name."""
+        result: Tensor = getattr(self, way)(x, *arguments)
+        return result
 
 
 class LastEntry:
@@ -192,3 +201,43 @@ class _Join(_AlongDim):
         if torch.is_grad_enabled():
             return _call(_Part, gradient, ctx.moves, ctx.dim), None, None
         return gradient.chunk(ctx.moves.ranks, ctx.dim)[ctx.moves.rank], None, None
+
+
+# The entries and exits of a split layer inside the graphs of torch.compile.
+#
+# torch records a function that is allowed in a graph as one node, and then runs it on tensors without memory
+# to find the operators and their gradients. So the code is the same, with collectives that are operators; and
+# modules with the same hidden states share an entry there as they do elsewhere.
+#
+# All engines of a process share compiled code, and a method of an engine's object would be recorded as a
+# constant. So this is a function of the module, and the group is data.
+
+
+_last = LastEntry()  # of the graph that is being recorded
+
+
+class RecordedGroup(NamedTuple):
+    """A group as graphs know it."""
+
+    number: Tensor
+    ranks: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: Group) -> "RecordedGroup":
+        _allow_in_graph()
+        return cls(number_of(group), group.size, group.rank)
+
+
+def run_in_graph(
+    x: Tensor, number: Tensor, ranks: int, rank: int, sequence: bool, way: Way, *arguments: Any
+) -> Tensor:
+    """Run `way` of entries whose collectives are operators of the graph."""
+    entries = Entries(RecordedMoves(number, ranks, rank), _last, sequence=sequence)
+    return entries.run(way, x, *arguments)
+
+
+@cache
+def _allow_in_graph() -> None:
+    """Not when this is imported: it imports the compiler, which takes seconds."""
+    torch.compiler.allow_in_graph(run_in_graph)

@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.errors import UserError, raise_errors
-from echelon.nn.dropout import split_features
+from echelon.nn.dropout.modules import split_features
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.tensor.checks import find_errors
 from echelon.parallel.tensor.modules import (
@@ -19,14 +19,13 @@ from echelon.parallel.tensor.modules import (
     PartlyWhole,
     Row,
     SplitModule,
+    SplitNorm,
     VocabularyEmbedding,
     is_matrix,
     num_outputs,
 )
-from echelon.parallel.tensor.norms import SplitNorm
 from echelon.parallel.tensor.regions import Region
-from echelon.parallel.tensor.shards import cuts
-from echelon.parallel.tensor.styles import Style, Styles, Table
+from echelon.parallel.tensor.styles import Style, Styles, Table, cuts
 from echelon.state.shards import Shard, part_of, replace_parameters
 
 _INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's part of the work

@@ -37,11 +37,12 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, NamedTuple, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.errors import UserError, did_you_mean
 from echelon.nn.experts import Experts, Gate
-from echelon.nn.huggingface import CONFIG_LINES, TENSOR_TABLES
+from echelon.nn.huggingface.modules import is_transposed
+from echelon.nn.huggingface.tensor_tables import CONFIG_LINES, TENSOR_TABLES
 from echelon.nn.wrapping import Wrapping
 
 # Integers that modules compute with, like their number of heads: where a pattern finds them, and how a rank
@@ -296,3 +297,46 @@ class Styles:
             return any(fnmatchcase(name, argument["module"] if argument else pattern) for name in names)
 
         return [(pattern, style) for pattern, style in self._own.items() if not matches(pattern, style)]
+
+
+# Which parameters of a module its style splits, along which dim.
+
+
+class Cut(NamedTuple):
+    """The parameter `name` of a module is split along `dim`; it is matrices in one, in these proportions."""
+
+    name: str
+    dim: int
+    parts: tuple[int, ...] = (1,)
+
+    def sizes(self, parameter: Tensor) -> tuple[int, ...]:
+        """The sizes of the matrices, which are the dim together."""
+        unit = parameter.shape[self.dim] // sum(self.parts)
+        return tuple(unit * part for part in self.parts)
+
+
+def cuts(module: nn.Module, style: Style) -> list[Cut]:
+    """The parameters of a module that its style splits."""
+    outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
+    if style.word == "experts":
+        first = Cut("gate_up_proj", 1, (1, 1)) if hasattr(module, "gate_up_proj") else Cut("up_proj", 1)
+        return [first, Cut("down_proj", 2)]
+    if isinstance(module, nn.Embedding) and style.word in ("vocabulary", "column"):
+        return [Cut("weight", 0 if style.word == "vocabulary" else 1, style.parts)]
+    if style.word == "norm":
+        return [Cut(name, 0) for name in ("weight", "bias") if name in module._parameters]
+    if style.word in ("column", "vocabulary") and not style.whole:
+        return [Cut("weight", outputs, style.parts), Cut("bias", 0, style.parts)]
+    return [Cut("weight", inputs)] if style.word == "row" else []
+
+
+def rows_of_rank(style: Style, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """Where the outputs of a column lie that a rank computes, as (begin, end); some parts it uses whole."""
+    unit, begin, spans = size // sum(style.parts), 0, []
+    for index, part in enumerate(style.parts):
+        is_whole = index in style.whole
+        share = unit * part if is_whole else unit * part // ranks
+        first = begin if is_whole else begin + share * rank
+        spans.append((first, first + share))
+        begin += unit * part
+    return spans

@@ -5,25 +5,26 @@
         rank-00000.safetensors      what rank 0 has written
         rank-00001.safetensors      …
 
-manifest    the list of contents, as plain data (manifest_text: its bytes; manifest_reader, tiling: its rules)
-numbers     counters of steps and the like, for another kind of training too
-part        which of the slices of all ranks a rank writes, each of them once
-save        all ranks write into a folder with a temporary name, which then gets its own
-saved       a checkpoint that is there: any box of any tensor can be read
-opening     the same on all ranks, with its hashes compared (file_checks, regular_file)
-folder      the checkpoints of a run: the latest, which are kept, which is whole
-finding     the one that a path means
-summary     what is in one, in numbers
+manifest    the list of contents: plain data, and its bytes (manifest_reader: its rules)
+assignment  which of the slices of all ranks a rank writes, each of them once
+save        all ranks write into a temporary folder, which then gets its name (target, remote_target)
+saved       a checkpoint that exists: any box of any tensor can be read (storage, file_checks)
+folder      the checkpoints of a run: the latest, which are kept, which is whole; the one that a path means
 
 There is no pickle. What strategies made of a model is not stored: names and boxes are those of whole tensors.
 """
 
 from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.state.checkpoint.manifest import Manifest
-from echelon.state.checkpoint.numbers import number_errors, numbers_of
-from echelon.state.checkpoint.opening import open_whole
 from echelon.state.checkpoint.save import SaveOptions, Saver
-from echelon.state.checkpoint.saved import SavedParameter, SavedState, SavedTensor
+from echelon.state.checkpoint.saved import (
+    SavedParameter,
+    SavedState,
+    SavedTensor,
+    number_errors,
+    numbers_of,
+    open_whole,
+)
 from echelon.state.checkpoint.storage_errors import RETRIES
 
 __all__ = [

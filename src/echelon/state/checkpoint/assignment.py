@@ -1,10 +1,12 @@
 """Which rank writes what into which file, and the manifest that says so.
 
-Every rank knows it of all ranks, so that reports are short: sizes, hashes and numbers. Of the same lists of
-slices it is always the same, and is kept from one save to the next.
+Each slice is written once, and every rank writes about as many bytes as the others: slices that several ranks
+hold (replicas) are shared out. All ranks compute the same from the same lists, so reports are short: sizes,
+hashes and numbers. The assignment is kept from one save to the next.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,12 +14,47 @@ from typing import Any, NamedTuple
 import torch
 
 from echelon.collectives import Group
-from echelon.state.assembly import exchange_slices
+from echelon.state.assembly import RankSlice, exchange_slices
 from echelon.state.checkpoint.file_image import FileLayout, lay_out
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
-from echelon.state.checkpoint.part import share_out
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
-from echelon.state.weight_files.tensor_file_writer import TensorEntry, check_types
+from echelon.state.weight_files.tensor_file import TensorEntry, check_types
+
+Key = tuple[str, str]
+
+
+def share_out(lists: Sequence[Sequence[RankSlice]]) -> list[list[Slice]]:
+    """Return by rank the slices that it writes, of those that each rank owns."""
+    owners: dict[Key, dict[Slice, list[RankSlice]]] = {}
+    for owned in lists:
+        for box in owned:
+            owners.setdefault((box.slice.name, box.slice.part), {}).setdefault(box.slice, []).append(box)
+    chosen = [holders for key in owners for holders in _cover(owners[key])]
+    chosen.sort(key=lambda holders: (-_num_bytes(holders[0]), holders[0].slice))
+    written: list[list[Slice]] = [[] for _ in lists]
+    taken = [0] * len(lists)
+    for holders in chosen:
+        writer = min((box.owner for box in holders), key=lambda rank: (taken[rank], rank))
+        taken[writer] += _num_bytes(holders[0])
+        written[writer].append(holders[0].slice)
+    return written
+
+
+def _cover(boxes: dict[Slice, list[RankSlice]]) -> list[list[RankSlice]]:
+    """Boxes that hold each element once: one that is whole, or all, which then do not overlap."""
+    whole = [holders for box, holders in boxes.items() if box.is_whole]
+    if whole:
+        return whole[:1]
+    first, num_held = next(iter(boxes)), sum(box.numel for box in boxes)
+    assert num_held == math.prod(first.shape), (
+        f"{first.name} ({first.part}) of shape {first.shape}: all ranks hold {num_held} elements"
+    )
+    return list(boxes.values())
+
+
+def _num_bytes(box: RankSlice) -> int:
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    return box.slice.numel * dtype.itemsize
 
 
 class Assignment(NamedTuple):
@@ -29,7 +66,7 @@ class Assignment(NamedTuple):
 
 
 def signature(owned: Sequence[OwnedSlice]) -> str:
-    """The same for the same boxes of the same types."""
+    """Return a text that is the same for the same boxes of the same types."""
     found = hashlib.sha256()
     for each in owned:
         found.update(repr((tuple(each.slice), each.tensor.dtype)).encode())
@@ -56,14 +93,14 @@ def assign(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> A
 
 
 def _is_number(box: Slice) -> bool:
-    """The engine's own counters stand in the manifest."""
+    """Return whether it is a counter of the engine's own: these stand in the manifest."""
     return box.name == ENGINE and not box.shape
 
 
 def joined(
     about: Manifest, assignment: Assignment, reports: Sequence[Any], stored_name: Callable[[str], str]
 ) -> Manifest:
-    """The manifest, of what all ranks have reported."""
+    """Make the manifest of what all ranks have reported."""
     tensors: dict[str, dict[str, TensorRecord]] = {}
     pieces: dict[tuple[str, str], list[PieceRecord]] = {}
     for layout in (layout for of_rank in assignment.layouts for layout in of_rank):

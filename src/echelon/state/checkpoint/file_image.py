@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.state.ownership import Slice
-from echelon.state.weight_files.tensor_file_writer import TensorEntry, make_header
+from echelon.state.weight_files.tensor_file import TensorEntry, make_header
 
 FILE_BYTES = 4 << 30  # a rank begins another file when one has so many
 

@@ -1,42 +1,51 @@
-"""The manifest of a checkpoint: its contents as plain data, and as JSON.
+"""The manifest of a checkpoint: its contents as plain data, and as the bytes of manifest.json.
 
-{
-  "format": "echelon-checkpoint", "version": 2, "sha256": "…",
-  "step": 100, "plan": "data=2 zero=1", "ranks": 2, "saved": "…", "versions": {"echelon": …, "torch": …},
-  "tensors": {"blocks.0.weight": {"value": {"shape": [8, 4], "dtype": "float32", "pieces": [
+{"format": "echelon-checkpoint", "version": 2, "sha256": "…",
+"step": 100, "plan": "data=2 zero=1", "ranks": 2, "saved": "…", "versions": {"echelon": …, "torch": …},
+"tensors": {"blocks.0.weight": {"value": {"shape": [8, 4], "dtype": "float32", "pieces": [
       {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0",
        "offsets": [0, 0], "sizes": [4, 4]}, …]},
     "exp_avg": …}},
-  "numbers": {"begun steps": 100, "loss scale": 65536.0, …},
-  "state_numbers": {"blocks.0.weight": {"step": 100}},
-  "groups": [{"lr": 0.003, …, "parameters": ["blocks.0.weight", …]}],
-  "extra": {…},
-  "files": {"rank-00000.safetensors": {"bytes": 1234, "hash": "…"}}
-}
+"numbers": {"begun steps": 100, "loss scale": 65536.0, …},
+"state_numbers": {"blocks.0.weight": {"step": 100}},
+"groups": [{"lr": 0.003, …, "parameters": ["blocks.0.weight", …]}],
+"extra": {…},
+"files": {"rank-00000.safetensors": {"bytes": 1234, "hash": "…"}}}
+
+The first line has the hash of all others, so every changed byte is found, also in the manifest itself. The
+file may come from a stranger: reading it raises a UserError and nothing else, and limits its size, nesting
+and numbers.
 """
 
 import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from echelon.errors import UserError
-from echelon.state.bounded_json import paused_collector
+from echelon.state.bounded_json import parse_json, paused_collector
 from echelon.state.checkpoint.manifest_reader import PlacedTensor, Reader, check_pieces, inside, shown
-from echelon.state.checkpoint.manifest_text import (
-    FORMAT,
-    MOST_BYTES,
-    VERSION,
-    check_version,
-    from_bytes,
-    to_bytes,
-)
 
 MANIFEST = "manifest.json"
+FORMAT, VERSION = "echelon-checkpoint", 2  # 1: hashes of CRC-32
+
+MOST_BYTES = 2**27
+MOST_VALUES = 2**23  # some 900,000 pieces of tensors
+_MOST_DIGITS = 20  # of an integer: all that 64 bits hold
+_HEAD = re.compile(rb'\{"format": "([\w-]{1,40})", "version": (\d{1,9}), "sha256": "([0-9a-f]{64})",')
 
 Shape = tuple[int, ...]
 Number = bool | int | float
+
+
+class OtherVersionError(UserError):
+    """The manifest is of another version: the checkpoint may be whole, for another echelon."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its size, and its hash (file_hash.py)."""
+    """The size and the hash (`FileHash`) that a file must have."""
 
     bytes: int
     hash: str
@@ -83,15 +92,12 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-
     def as_bytes(self) -> bytes:
-        """As the file manifest.json."""
+        """Return the contents of manifest.json."""
         return to_bytes(dataclasses.asdict(self))
 
     def as_readable_bytes(self, *, is_whole: bool = True) -> bytes:
-        """As the file manifest.json, which has been read again: a UserError for what nobody could load."""
+        """Return the contents of manifest.json, read back once: a UserError for what could not be loaded."""
         try:
             data = self.as_bytes()
             if len(data) > MOST_BYTES:
@@ -109,23 +115,19 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, is_whole: bool = True) -> "Manifest":
-        """The manifest in a file, of which every byte must be as it was written. Else a UserError.
+        """Read the contents of manifest.json. A changed byte is a UserError, which does not name the file.
 
-        `is_whole=False`: that of one rank's file, which has parts of tensors.
+        `is_whole=False`: the manifest of one rank's file, which has parts of tensors.
         """
         with paused_collector():
-            entries = {"format": FORMAT, "version": VERSION, **from_bytes(data)}
-            return cls.from_json(entries, is_whole=is_whole)
+            return cls.from_entries(from_bytes(data), is_whole=is_whole)
 
     @classmethod
-    def from_json(cls, value: Any, *, is_whole: bool = True) -> "Manifest":
-        """The manifest that `as_json` has made. Anything else is a UserError, without the file's name."""
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise UserError(f"is not the manifest of a checkpoint: its format must be {FORMAT!r}")
-        check_version(value.get("version"))
+    def from_entries(cls, entries: dict[str, Any], *, is_whole: bool = True) -> "Manifest":
+        """Check plain data, and make the manifest of it."""
         reader = Reader()
         names = tuple(each.name for each in dataclasses.fields(cls))
-        given = reader.fields(value, "the manifest", ("format", "version", *names))
+        given = reader.fields(entries, "the manifest", names)
         manifest = cls(**{name: _READ[name](reader, given[name], name) for name in names})
         reader.finish()
         file_bytes = {name: file.bytes for name, file in manifest.files.items()}
@@ -138,6 +140,74 @@ class Manifest:
             for part, record in parts.items():
                 pieces = [(p.file, p.tensor, p.offsets, p.sizes) for p in record.pieces]
                 yield inside(inside("tensors", name), part), record.shape, record.dtype, pieces
+
+
+def to_bytes(entries: dict[str, Any]) -> bytes:
+    """Write entries as JSON behind the line with their hash; a UserError for what JSON cannot hold."""
+    try:
+        rest = json.dumps(entries, allow_nan=False)[1:].encode()
+    except (TypeError, ValueError, RecursionError, UnicodeEncodeError) as error:
+        raise UserError(
+            f"the manifest cannot be written: {error}; give `extra` plain data with finite numbers"
+        ) from error
+    digest = hashlib.sha256(rest).hexdigest()
+    return f'{{"format": "{FORMAT}", "version": {VERSION}, "sha256": "{digest}",\n'.encode() + rest
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """Read the entries of manifest.json, whose hash must be right."""
+    head, _, rest = data.partition(b"\n")
+    matched = _HEAD.fullmatch(head)
+    if matched is None or matched[1] != FORMAT.encode():
+        raise UserError(f"is damaged, or is not the manifest of a checkpoint (format {FORMAT!r})")
+    version = int(matched[2])
+    if version != VERSION:
+        raise OtherVersionError(
+            f"is of version {version}; this echelon reads version {VERSION}; use the one that saved it"
+        )
+    if hashlib.sha256(rest).hexdigest() != matched[3].decode():
+        raise UserError("is damaged: its contents do not match the hash in its first line")
+    return parse(b"{" + rest)
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Parse a JSON object of finite numbers, in which every key stands once."""
+    try:
+        value = parse_json(
+            data,
+            most_bytes=MOST_BYTES,
+            most_values=MOST_VALUES,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_finite,
+            object_pairs_hook=_unique_keys,
+        )
+    except ValueError as error:  # not UTF-8 or JSON, or too much of it
+        raise UserError(f"is not JSON that a checkpoint has: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"must hold a JSON object, holds a {type(value).__name__}")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is not finite")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice")
+    return value
 
 
 def _tensors(reader: Reader, value: Any, entry: str) -> dict[str, dict[str, TensorRecord]]:

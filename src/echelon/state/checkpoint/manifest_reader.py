@@ -1,4 +1,4 @@
-"""Plain data, perhaps from a stranger, as the entries of a manifest, each of the type and size it must have.
+"""The checks of a manifest that may come from a stranger: the type and size of each entry, and its pieces.
 
 Errors are collected, each with the entry that it is about.
 """
@@ -7,17 +7,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any, TypeVar, final
 
 import torch
 
 from echelon.errors import UserError
-from echelon.state.checkpoint.tiling import CornerBudget, tiling_error
 from echelon.state.weight_files.tensor_file import DTYPES
 
 T = TypeVar("T")
 
 Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]  # offsets and sizes
 # The entry; shape and type; its pieces: file, name there, offsets, sizes.
 PlacedTensor = tuple[str, Shape, str, list[tuple[str, str, Shape, Shape]]]
 
@@ -31,6 +32,10 @@ _LONGEST_TEXT = 10_000
 _LONGEST_SHOWN = 160
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+MOST_CORNERS = 2**20  # of one tensor: they are in memory together
+_FREE_CORNERS = 2**18  # of all tensors, beside those of each box
+_CORNERS_PER_BOX = 32  # boxes are cut along 5 dims at most, but for a few
 
 
 class Reader:
@@ -46,7 +51,7 @@ class Reader:
             self._errors.append(f"{shown(entry)}: {rule}")
 
     def finish(self) -> None:
-        """Raise what was noted."""
+        """Raise the errors, if there are any."""
         if self._errors:
             more = self._num_errors - len(self._errors)
             rest = [f"and {more} more"] if more else []
@@ -72,7 +77,7 @@ class Reader:
         return 0
 
     def entries(self, value: Any, entry: str, read: Callable[[Any, str], T]) -> dict[str, T]:
-        """An object, each entry of which `read` reads."""
+        """Read an object, each entry by `read`."""
         if isinstance(value, dict):
             return {name: read(each, inside(entry, name)) for name, each in _named(value)}
         self.error(entry, f"must be an object, is {shown(value)}")
@@ -85,7 +90,7 @@ class Reader:
         return []
 
     def fields(self, value: Any, entry: str, names: tuple[str, ...]) -> dict[str, Any]:
-        """An object of exactly these entries; those that are missing are None."""
+        """Read an object of exactly these entries; missing ones are None."""
         if not isinstance(value, dict):
             self.error(entry, f"must be an object of {', '.join(names)}, is {shown(value)}")
             return dict.fromkeys(names)
@@ -129,7 +134,7 @@ class Reader:
         return ""
 
     def plain(self, value: Any, entry: str, depth: int = 0) -> Any:
-        """Data of the user's own: numbers, texts, lists and objects."""
+        """Read the user's own data: numbers, texts, lists and objects."""
         if depth > _DEEPEST:
             self.error(entry, f"has more than {_DEEPEST} brackets inside each other")
             return None
@@ -147,8 +152,8 @@ class Reader:
 def check_pieces(
     reader: Reader, tensors: Sequence[PlacedTensor], file_bytes: dict[str, int], *, is_whole: bool = True
 ) -> None:
-    """Each tensor must have every element once, no two pieces may lie at one place of a file, and no file may
-    have to hold more than its bytes."""
+    """Check that each tensor has every element once, that no two pieces lie at one place of a file, and that
+    no file is to hold more than its bytes."""
     claimed: Counter[str] = Counter()
     places: set[tuple[str, str]] = set()
     budget = CornerBudget(sum(len(pieces) for _, _, _, pieces in tensors))
@@ -170,9 +175,65 @@ def check_pieces(
             )
 
 
+# [Note: boxes that tile a tensor]
+# The corners of a box, + where an even number of coordinates are ends, - where an odd number are, say what it
+# covers. Those of boxes side by side cancel, and what remains are the corners of the whole:
+#
+#     +---+---+      + 0 -        The corners of 0…2 and 2…4, added up:  + at 0, - at 2, + at 2, - at 4
+#     |   |   |                   are those of 0…4. With a gap, or with two boxes on one place, they are not.
+#     +---+---+      - 0 +
+#
+# The time grows with the number of boxes alone: no list of elements, no pairs of boxes.
+@final
+class CornerBudget:
+    """A limit of corners for all tensors of a manifest: few boxes of many dims have many."""
+
+    def __init__(self, num_boxes: int) -> None:
+        self._left = _FREE_CORNERS + _CORNERS_PER_BOX * num_boxes
+
+    def take(self, count: int) -> bool:
+        """Return whether so many more corners are allowed."""
+        is_enough = count <= min(self._left, MOST_CORNERS)
+        self._left -= count if is_enough else 0
+        return is_enough
+
+
+def tiling_error(shape: Shape, boxes: Sequence[Box], budget: CornerBudget) -> str | None:
+    """Return the error of boxes that do not lie inside a tensor or hold each element once; or None."""
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return f"a piece at {list(offsets)} of {list(sizes)} has other dims than the shape {list(shape)}"
+        if any(begin + size > end for begin, size, end in zip(offsets, sizes, shape, strict=True)):
+            return f"a piece at {list(offsets)} of {list(sizes)} lies outside the shape {list(shape)}"
+    filled = [box for box in boxes if math.prod(box[1])]
+    held = sum(math.prod(sizes) for _, sizes in filled)
+    if held != math.prod(shape):
+        return f"the pieces hold {held} elements of the {math.prod(shape)} in shape {list(shape)}"
+    if not filled:
+        return None
+    cut = [dim for dim, length in enumerate(shape) if any(sizes[dim] != length for _, sizes in filled)]
+    if not budget.take(len(filled) * 2 ** len(cut)):
+        return f"{len(filled)} pieces along {len(cut)} dims are more than a checkpoint has"
+    return None if _corners_cancel(shape, filled, cut) else "its pieces overlap"
+
+
+def _corners_cancel(shape: Shape, boxes: Sequence[Box], cut: Sequence[int]) -> bool:
+    corners: dict[Shape, int] = {}
+    whole = ((0,) * len(shape), shape)
+    # The corners of a box: what is added to its offsets, per dim that is cut, and the sign.
+    kinds = [
+        (list(zip(cut, ends, strict=True)), (-1) ** sum(ends)) for ends in product((0, 1), repeat=len(cut))
+    ]
+    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
+        for ends, parity in kinds:
+            place = tuple([offsets[dim] + end * sizes[dim] for dim, end in ends])
+            corners[place] = corners.get(place, 0) + sign * parity
+    return not any(corners.values())
+
+
 def inside(entry: str, name: str) -> str:
-    """An entry of an entry, for messages. It is made for each entry, so that a long name must not be copied
-    for all that it holds."""
+    """Name an entry of an entry, for messages. Made for every entry: a long name must not be copied for each
+    that it holds."""
     return f"{entry} {name[:_LONGEST_SHOWN]}"[:_LONGEST_SHOWN]
 
 
@@ -181,7 +242,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, and of characters that can be printed."""
+    """Show a value in a message: short, and in printable characters."""
     if isinstance(value, str):
         text = value if value.isprintable() else ascii(value)
     elif isinstance(value, dict | list):

@@ -2,30 +2,95 @@
 
     FilledChunks    for a save that waits: this thread fills and hashes a chunk while another one writes
     write_memory    for a copy that is in memory already
+    DirectFile      a file on disk, written from aligned memory past the page cache where the file system can
 
-Neither holds more than its chunks.
+The page cache would cost more processor time than all the rest of a save, and push out what training reads.
 """
 
+import errno
+import fcntl
+import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from echelon.launching import beat
-from echelon.state.checkpoint.direct_file import aligned_memory
-from echelon.state.checkpoint.file_hash import BLOCK_BYTES, FileHash
+from echelon.state.checkpoint.file_checks import BLOCK_BYTES, FileHash
 from echelon.state.checkpoint.file_image import FileImage
 from echelon.state.checkpoint.manifest import FileRecord
 
 CHUNK_BYTES = 4 * BLOCK_BYTES
 _CHUNKS = 3  # one is filled, one is written, one waits
+ALIGNMENT = 4096
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # not on macOS
+
+
+def round_up(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_memory(count: int, *, pinned: bool = False) -> Tensor:
+    """Allocate host memory at an address that a direct write can take; `count` bytes are rounded up."""
+    memory = torch.empty(round_up(count) + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    begin = -memory.data_ptr() % ALIGNMENT
+    return memory[begin : begin + round_up(count)]
+
+
+@final
+class DirectFile:
+    """A new file. Chunks are written in order from aligned memory; each but the last is of whole pages.
+
+    A chunk must lie in memory that goes on to the end of its last page: what is there is cut off again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._size = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            self._descriptor = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            with suppress(FileNotFoundError):
+                path.unlink()  # some file systems refuse it after they have made the file
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def write(self, memory: memoryview, count: int) -> None:
+        """Write `count` bytes; `memory` has whole pages."""
+        assert self._size % ALIGNMENT == 0, "only the last chunk may end inside a page"
+        rest = memory[: round_up(count)]
+        while rest:
+            rest = rest[self._write_some(rest) :]
+        self._size += count
+
+    def _write_some(self, memory: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, memory)
+        except OSError as error:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & _DIRECT:
+                raise
+        # Not on this file system, or a disk that is nearly full took a part of a page.
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        return os.write(self._descriptor, memory)
+
+    def finish(self) -> None:
+        """Return when all of it is on the disk."""
+        os.ftruncate(self._descriptor, self._size)
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
 
 
 class Sink(Protocol):
-    """Where the bytes of a file go: a DirectFile, or an object of remote storage."""
+    """A file that is being written: a DirectFile, or an object of remote storage."""
 
     def write(self, memory: memoryview, count: int) -> None: ...
 
@@ -35,7 +100,7 @@ class Sink(Protocol):
 
 
 class StoppedError(Exception):
-    """Nobody waits for this file any more."""
+    """The save was given up, so this file is not written to its end."""
 
 
 def write_memory(sink: Sink, memory: Tensor, size: int, stop: Callable[[], bool]) -> FileRecord:
@@ -61,7 +126,7 @@ class FilledChunks:
         self._memory = [aligned_memory(min(CHUNK_BYTES, size), pinned=pinned) for _ in range(_CHUNKS)]
 
     def write(self, sink: Sink, image: FileImage) -> FileRecord:
-        """Write a file whose tensors are wherever they are."""
+        """Write a file whose tensors may be on any device."""
         free: SimpleQueue[Tensor] = SimpleQueue()
         for memory in self._memory:
             free.put(memory)
@@ -103,7 +168,7 @@ def _write_all(
     free: "SimpleQueue[Tensor]",
     errors: list[Exception],
 ) -> None:
-    """The writing thread. After an error it only gives the memory back."""
+    """Write chunks, in a thread. After an error it only gives memory back, so that the filler never waits."""
     while (chunk := filled.get()) is not None:
         memory, count = chunk
         try:

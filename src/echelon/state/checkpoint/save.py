@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import agree_on_every_rank, check_on_every_rank
 from echelon.errors import UserError
 from echelon.launching import beat
-from echelon.launching.group import agree_on_every_rank, check_on_every_rank
 from echelon.state.checkpoint.assignment import Assignment, assign, joined, signature
+from echelon.state.checkpoint.atomic import new_token
 from echelon.state.checkpoint.file_image import FileImage
 from echelon.state.checkpoint.manifest import FileRecord, Manifest
 from echelon.state.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
@@ -38,7 +39,7 @@ from echelon.state.checkpoint.storage_errors import (
     report_write_errors,
     with_retries,
 )
-from echelon.state.checkpoint.target import Report, Target, new_token, target_at
+from echelon.state.checkpoint.target import Report, Target, target_at
 from echelon.state.ownership import OwnedSlice, Slice
 
 Then = Callable[[], None]

@@ -1,23 +1,39 @@
 """A checkpoint that is there: any box of any of its tensors can be read, whatever the plan that saved it."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from echelon.collectives.agreement import check_on_every_rank, decide_on_rank_0
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint.fetching import CheckpointFiles, files_at, report_read_errors
-from echelon.state.checkpoint.file_checks import check_hash, check_size, checked_header, share_files
-from echelon.state.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
+from echelon.state.checkpoint.file_checks import (
+    check_hash,
+    check_size,
+    checked_header,
+    no_links,
+    read_regular,
+    share_files,
+)
+from echelon.state.checkpoint.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    Manifest,
+    Number,
+    OtherVersionError,
+    TensorRecord,
+)
 from echelon.state.checkpoint.manifest_reader import dtype_of
-from echelon.state.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
-from echelon.state.checkpoint.regular_file import no_links, read_regular
+from echelon.state.checkpoint.storage import CheckpointFiles, files_at, report_read_errors
 from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice
-from echelon.state.weight_files.pieces import Piece, Window, read_pieces, whole
+from echelon.state.weight_files.layout import Piece, Window, read_pieces, whole
 from echelon.state.weight_files.tensor_file import StoredTensor, read_box
 
 
@@ -181,3 +197,109 @@ class SavedParameter:
     def finest(self) -> str:
         """The part with all bits of the weight: its float32 master, if there is one."""
         return MASTER if MASTER in self.parts else VALUE
+
+
+def open_whole(path: str | Path, *, verify: bool = True) -> SavedState:
+    """The checkpoint in a folder, with all hashes compared; every rank must call this.
+
+    Each file is hashed by one rank. What any rank finds is raised on all of them. `verify=False`: sizes and
+    the manifest only.
+    """
+    if not dist.is_initialized():
+        saved = SavedState.open(path)
+        if verify:
+            saved.verify()
+        return saved
+    opened: list[SavedState] = []
+
+    def open_first() -> str:
+        opened.append(SavedState.open(path))
+        return opened[0].fingerprint
+
+    def compare(expected: str) -> None:
+        if not opened:
+            opened.append(SavedState.open(path))
+        if opened[0].fingerprint != expected:
+            raise UserError(
+                f"{path}: rank {dist.get_rank()} finds another checkpoint there than rank 0; the folder must "
+                "be the same for all ranks, on a shared disk"
+            )
+        if verify:
+            opened[0].verify(dist.get_rank(), dist.get_world_size())
+
+    fingerprint = str(decide_on_rank_0(open_first))
+    check_on_every_rank(lambda: compare(fingerprint))
+    return opened[0]
+
+
+# Any other part is of the optimizer; of a name that is no tensor of the model, it is the engine's own.
+KINDS = {VALUE: "weights", MASTER: "masters"}
+
+
+def summarize(saved: SavedState) -> dict[str, Any]:
+    """Plan, step, date and versions; bytes and tensors of weights, masters and the optimizer; files."""
+    manifest = saved.manifest
+    sizes: dict[str, Counter[str]] = {}
+    dtypes: dict[str, set[str]] = {}
+    for parts in manifest.tensors.values():
+        for part, record in parts.items():
+            kind = KINDS.get(part, "optimizer" if VALUE in parts else "other")
+            num_bytes = math.prod(record.shape) * dtype_of(record.dtype).itemsize
+            sizes.setdefault(kind, Counter()).update(tensors=1, bytes=num_bytes)
+            dtypes.setdefault(kind, set()).add(record.dtype)
+    return {
+        "path": str(saved.path),
+        "step": manifest.step,
+        "plan": manifest.plan,
+        "ranks": manifest.ranks,
+        "saved": manifest.saved,
+        "versions": manifest.versions,
+        "sizes": {kind: {**sizes[kind], "types": sorted(dtypes[kind])} for kind in sizes},
+        "optimizer_parts": sorted(
+            {p for parts in manifest.tensors.values() if VALUE in parts for p in parts if p not in KINDS}
+        ),
+        "numbers": manifest.numbers,
+        "extra": manifest.extra,
+        "files": {name: record.bytes for name, record in manifest.files.items()},
+    }
+
+
+_BEGUN, _STEPS, _SKIPPED, VERSION = "begun steps", "steps", "skipped steps", "version"
+
+
+def numbers_of(numbers: Mapping[str, Number], worker: int | None, workers: int) -> dict[str, Number]:
+    """Those of all ranks together, or of one of `workers` asynchronous workers, by their plain names.
+
+    A worker goes on where it was if there are as many as before. Otherwise everybody begins at one step: the
+    number of updates that were made, or of steps, if that is larger.
+    """
+    saved = _num_workers(numbers)
+    plain = {name: value for name, value in numbers.items() if " of worker " not in name}
+    if not saved:
+        return {**plain, VERSION: numbers[_BEGUN]}
+    if worker is not None and saved == workers:
+        return {**plain, **_of_worker(numbers, worker)}
+    begun = max([numbers[VERSION], *(numbers[f"{_BEGUN} of worker {each}"] for each in range(saved))])
+    return {**plain, **_of_worker(numbers, 0), _BEGUN: begun, _STEPS: begun, _SKIPPED: 0}
+
+
+def number_errors(numbers: Mapping[str, Number]) -> list[str]:
+    """What `numbers_of`, and an engine that goes on with its result, would not find."""
+    saved = _num_workers(numbers)
+    whose = [f" of worker {each}" for each in range(saved)] or [""]
+    needed = [f"{name}{each}" for each in whose for name in (_BEGUN, _STEPS)] + ([VERSION] if saved else [])
+    needed += [
+        name.replace("loss scale", "good steps", 1) for name in numbers if name.startswith("loss scale")
+    ]
+    return [
+        f"numbers: there is no {name!r}, which every engine saves" for name in needed if name not in numbers
+    ]
+
+
+def _num_workers(numbers: Mapping[str, Number]) -> int:
+    return sum(name.startswith(f"{_BEGUN} of worker ") for name in numbers)
+
+
+def _of_worker(numbers: Mapping[str, Number], worker: int) -> dict[str, Number]:
+    suffix = f" of worker {worker}"
+    return {name.removesuffix(suffix): value for name, value in numbers.items() if name.endswith(suffix)}

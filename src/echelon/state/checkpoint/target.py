@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -22,17 +21,27 @@ from typing import Any, final
 
 from echelon.errors import UserError
 from echelon.state.bounded_json import parse_json
-from echelon.state.checkpoint.direct_file import DirectFile
-from echelon.state.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.state.checkpoint.manifest_text import FORMAT, MOST_BYTES, MOST_VALUES, from_bytes
-from echelon.state.checkpoint.part_writer import Sink
-from echelon.state.checkpoint.regular_file import no_links, open_regular, read_regular
+from echelon.state.checkpoint.atomic import (
+    PART_SUFFIX,
+    new_token,
+    remove_standby,
+    replace_folder,
+    sync_path,
+    write_file,
+)
+from echelon.state.checkpoint.file_checks import no_links, open_regular, read_regular
+from echelon.state.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    MOST_BYTES,
+    MOST_VALUES,
+    FileRecord,
+    from_bytes,
+)
+from echelon.state.checkpoint.part_writer import DirectFile, Sink
 from echelon.state.checkpoint.storage_errors import as_folder, is_url
-from echelon.state.checkpoint.swap import remove_standby, replace_folder
-from echelon.state.disk_sync import sync_path
 
 _LOCK = ".writing"
-_SUFFIX = ".part"
 _FILE = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
 
@@ -74,10 +83,6 @@ class Target(ABC):
         """Rank 0: remove what was written, unless it has got its name."""
 
 
-def new_token() -> str:
-    return secrets.token_hex(4)
-
-
 def target_at(path: str | Path, token: str) -> Target:
     """`token` is the same on all ranks, and another one for every save."""
     if is_url(path):
@@ -93,7 +98,7 @@ class FolderTarget(Target):
 
     def __init__(self, path: Path, token: str) -> None:
         self.path = Path(os.path.realpath(path))
-        self.temporary = self.path.with_name(f".{self.path.name}.{token}{_SUFFIX}")
+        self.temporary = self.path.with_name(f".{self.path.name}.{token}{PART_SUFFIX}")
         self._lock: int | None = None
 
     def begin(self) -> None:
@@ -112,7 +117,7 @@ class FolderTarget(Target):
         return DirectFile(self.temporary / name)
 
     def report(self, rank: int, report: Report) -> None:
-        _write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
+        write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
 
     def find_report(self, rank: int) -> Report | None:
         path = self.temporary / _report_name(rank)
@@ -127,7 +132,7 @@ class FolderTarget(Target):
         self._check_shared(files)
         for report in self.temporary.glob(_report_name("*")):
             report.unlink()
-        _write_file(self.temporary / MANIFEST, manifest)
+        write_file(self.temporary / MANIFEST, manifest)
         sync_path(self.temporary)
         check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
@@ -220,16 +225,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
     """Remove the temporary folders of jobs that were killed, and never one that is being written."""
-    for path in folder.glob(f".*{_SUFFIX}"):
+    for path in folder.glob(f".*{PART_SUFFIX}"):
         if path.is_dir() and not path.is_symlink() and _is_left_behind(path, fresh_seconds):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_small_leftovers(path: Path) -> None:
-    """Remove what `write_atomically` has left of a job that was killed; while nobody writes there."""
-    for part in path.parent.glob(f".{path.name}.*"):
-        if part.is_symlink() or not part.is_dir():
-            part.unlink(missing_ok=True)
 
 
 def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
@@ -253,33 +251,5 @@ def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
 
 def _is_of_ours(path: Path) -> bool:
     """By its name: .NAME.TOKEN.part."""
-    token = path.name.removesuffix(_SUFFIX).rpartition(".")[2]
+    token = path.name.removesuffix(PART_SUFFIX).rpartition(".")[2]
     return len(token) == len(new_token()) and all(digit in "0123456789abcdef" for digit in token)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Under a temporary name, so that no half of it is ever seen under its own."""
-    temporary = path.with_name(f".{path.name}.{new_token()}{_SUFFIX}")
-    path.rename(temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a small file: whoever reads it finds the old bytes, or the new ones."""
-    part = path.with_name(f".{path.name}.{new_token()}")
-    try:
-        _write_file(part, data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_path(path.parent)
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """A file that is complete when it has its name."""
-    part = path.with_name(f"{path.name}~")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

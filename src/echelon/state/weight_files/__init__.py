@@ -1,30 +1,32 @@
 """Weights in Hugging Face folders, without a whole model anywhere: read by boxes, written tensor by tensor.
 
-weight_folder       a folder as the source of a model's weights
-layout              which tensors a model's files hold
-pieces              where the parts of a model's tensors lie in them
-folder_writer       a folder written from tensors that come one after the other
-dcp_folder          the same in the format of torch.distributed.checkpoint, for other programs
-folder_files        config.json, one file or shards, the index
-tensor_file         one safetensors file, read by boxes
-tensor_file_writer  one safetensors file, written tensor by tensor
+weight_folder  a folder as the source of a model's weights
+layout         which tensors a model's files hold, and where the parts of a model's tensors lie in them
+folder_writer  a folder written from tensors that come one after the other
+dcp_folder     the same in the format of torch.distributed.checkpoint, for other programs
+tensor_file    one safetensors file, read by boxes and written tensor by tensor
 
 Models of echelon give their layout themselves (`weight_layout`), echelon.nn.huggingface that of transformers.
 """
 
-from echelon.state.weight_files.folder_files import CONFIG, read_headers, read_json
 from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder, write_weights
 from echelon.state.weight_files.layout import (
+    Box,
+    FileTensor,
+    Piece,
     WeightLayout,
+    Window,
     find_ties,
+    is_same,
     plain_layout,
+    read_pieces,
     state_tensors,
     tensor_errors,
+    whole,
     whole_tensor,
 )
-from echelon.state.weight_files.pieces import Box, FileTensor, Piece, Window, is_same, read_pieces, whole
-from echelon.state.weight_files.tensor_file_writer import TensorEntry
-from echelon.state.weight_files.weight_folder import WeightFolder
+from echelon.state.weight_files.tensor_file import TensorEntry
+from echelon.state.weight_files.weight_folder import CONFIG, WeightFolder, read_headers, read_json
 
 __all__ = [
     "CONFIG",

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from echelon.state.weight_files.tensor_file_writer import TensorEntry, report_os_errors
+from echelon.state.weight_files.tensor_file import TensorEntry, report_os_errors
 
 
 def write_dcp(folder: str | Path, entries: Sequence[TensorEntry], fetch: Callable[[str], Tensor]) -> None:

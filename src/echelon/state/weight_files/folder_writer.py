@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.weight_files.folder_files import CONFIG, INDEX, WEIGHTS
-from echelon.state.weight_files.tensor_file_writer import (
+from echelon.state.weight_files.tensor_file import (
     TensorEntry,
     report_os_errors,
     write_complete,
     write_tensor_file,
 )
+from echelon.state.weight_files.weight_folder import CONFIG, INDEX, WEIGHTS
 
 SHARD_BYTES = 5 * 10**9
 

@@ -1,15 +1,19 @@
-"""One safetensors file, read by boxes: the length of the header, the header as JSON, then the tensors' bytes.
+"""One safetensors file, read by boxes and written tensor by tensor.
 
-Boxes are read at their place in the file, straight into the tensors that are returned. A memory map would
-keep every page that was touched in the memory of the process.
+It has the length of the header, the header as JSON, then the tensors' bytes. Boxes are read at their place in
+the file, straight into the tensors that are returned: a memory map would keep every page that was touched in
+the memory of the process. Writing needs one tensor at a time, in any order, and the file gets its name when
+it is complete.
 """
 
+import json
 import math
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -18,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_errors
 from echelon.hardware import usable_cores
 from echelon.state.bounded_json import parse_json
 
@@ -42,10 +46,12 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Opener = Callable[[str, int], int]  # of open(): who may be followed, and what is refused
 LENGTH = struct.Struct("<Q")  # of the header, in front of it
 METADATA = "__metadata__"  # the one key of a header that is no tensor
 
+_ALIGNMENT = 8  # of the first tensor, for readers that map the file
 _LONGEST_HEADER = 100_000_000  # as in safetensors itself
 _MOST_VALUES = 1 << 22  # of a header: some 500,000 tensors
 _MOST_DIMS, _LARGEST = 64, 2**63 - 1  # of a shape, as in torch
@@ -63,7 +69,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path, opener: Opener | None = None) -> dict[str, StoredTensor]:
-    """Every tensor of a file, by name; no weight is read. A file that is cut short or damaged is refused."""
+    """Read where each tensor of a file is, and no weight. A file that is cut short or damaged is refused."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise ValueError("it is not a regular file")
@@ -78,7 +84,7 @@ def read_header(path: Path, opener: Opener | None = None) -> dict[str, StoredTen
 
 
 def _parse_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
-    """Where the tensors' bytes begin, and what the header says of each."""
+    """Return where the tensors' bytes begin, and what the header says of each."""
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     if length > min(size - LENGTH.size, _LONGEST_HEADER):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -90,7 +96,7 @@ def _parse_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
 
 
 def _place_tensors(path: Path, begin: int, size: int, entries: dict[str, Any]) -> dict[str, StoredTensor]:
-    """The tensors, which must lie one behind the other and fill the file."""
+    """Check that the tensors lie one behind the other and fill the file."""
     tensors = {}
     end = begin
     for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
@@ -113,7 +119,7 @@ def _place_tensors(path: Path, begin: int, size: int, entries: dict[str, Any]) -
 
 
 def is_text(name: str) -> bool:
-    """Whether it can be written as UTF-8: JSON can hold half a character, a surrogate of UTF-16."""
+    """Return whether it can be written as UTF-8: JSON can hold half a character, a surrogate of UTF-16."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -187,3 +193,97 @@ def _threads() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not come along
+
+
+class TensorEntry(NamedTuple):
+    """The name, shape and type of a tensor in the header of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.shape, self.dtype)
+
+
+def write_tensor_file(path: Path, entries: Sequence[TensorEntry], tensors: Iterator[Tensor]) -> None:
+    """Write a file of the next tensors of an iterator, one for each entry, in their order."""
+    check_types(str(path), entries)
+
+    def write(file: BinaryIO) -> None:
+        with report_os_errors(path):
+            header, begins = make_header(entries)
+            file.write(header)
+        for entry in entries:
+            # As an argument, so that no name keeps the tensor while the next one is made.
+            _write_tensor(file, path, begins[entry.name], entry, next(tensors, None))
+
+    write_complete(path, write)
+
+
+def check_types(subject: str, entries: Sequence[TensorEntry]) -> None:
+    """Raise a UserError that names every tensor of a type that safetensors does not have."""
+    unknown = [
+        f"{e.name}: is {e.dtype}, which safetensors does not have" for e in entries if e.dtype not in _NAMES
+    ]
+    raise_errors(subject, unknown)
+
+
+def write_complete(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write under a temporary name first: a file with its final name is complete, and on the disk."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with report_os_errors(path):
+            file = part.open("wb")
+        with file:
+            write(file)
+            with report_os_errors(path):
+                file.flush()
+                os.fsync(file.fileno())
+        with report_os_errors(path):
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def report_os_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the disk as errors of the user. What makes the tensors may have OSErrors of its own."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error
+
+
+def make_header(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes in front of the tensors, and where each begins: aligned, widest types first."""
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    offsets = {}
+    end = 0
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        begin, end = end, end + entry.nbytes
+        offsets[entry.name] = begin
+        header[entry.name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    begins = {name: LENGTH.size + len(text) + offset for name, offset in offsets.items()}
+    return LENGTH.pack(len(text)) + text, begins
+
+
+def _write_tensor(file: BinaryIO, path: Path, begin: int, entry: TensorEntry, tensor: Tensor | None) -> None:
+    found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    if tensor is None or found != (entry.shape, entry.dtype):
+        received = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+        raise UserError(
+            f"{path}: {entry.name} must be {list(entry.shape)} of {entry.dtype}, received {received}; give "
+            "the tensors in the order of their entries"
+        )
+    values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    with report_os_errors(path):
+        file.seek(begin)
+        file.write(values.data)

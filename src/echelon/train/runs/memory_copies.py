@@ -13,7 +13,7 @@ from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.state.checkpoint.copies import MemoryCopies, MemoryFolder, newest_step_here, remove_dead_folders
-from echelon.state.checkpoint.manifest_text import OtherVersionError
+from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.train.jobs.job import Job
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.run_state import is_unfinished

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
-from echelon.state.checkpoint.finding import RUN_FILE, find_run
+from echelon.state.checkpoint.folder import RUN_FILE, find_run
 from echelon.train.checkpoints import newest_step
 from echelon.train.jobs.job import Job, as_plain
 from echelon.train.jobs.job_file import read_job, read_values

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 from echelon.errors import UserError
 from echelon.state.bounded_json import MOST_BYTES, parse_json
-from echelon.state.checkpoint.regular_file import read_regular
+from echelon.state.checkpoint.file_checks import read_regular
 from echelon.train.data_position import DataPosition, Range
 from echelon.train.events import RolledBack
 from echelon.train.jobs.job import Job

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UserError
-from echelon.state.disk_sync import sync_path
+from echelon.state.checkpoint.atomic import sync_path
 from echelon.train.jobs import strict_json
 
 MAX_RUNS_PER_SECOND = 999

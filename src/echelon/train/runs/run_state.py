@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.state.bounded_json import MOST_BYTES, parse_json
-from echelon.state.checkpoint.finding import RUN_FILE
-from echelon.state.checkpoint.regular_file import read_regular
+from echelon.state.checkpoint.file_checks import read_regular
+from echelon.state.checkpoint.folder import RUN_FILE
 
 FINISHED = "finished"
 PREEMPTED = "preempted"

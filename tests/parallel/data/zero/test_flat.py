@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, RecordingGroup, buffer_layout
-from echelon.parallel.data.grad_dtype import set_gradient_dtype
+from echelon.parallel.data.buckets import set_gradient_dtype
 from echelon.parallel.data.zero.flat import FlatUnit
 from tests.groups import DeferredGroup
 

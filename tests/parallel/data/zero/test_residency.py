@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from echelon.collectives import RecordingGroup
-from echelon.parallel.data.problems import Problem
+from echelon.parallel.data.sharing import Problem
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.residency import Residency
 from tests.groups import DeferredGroup

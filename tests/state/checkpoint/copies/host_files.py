@@ -7,8 +7,7 @@ from torch import Tensor
 
 from echelon.state.assembly import RankSlice
 from echelon.state.checkpoint.copies import MemoryFolder, rank_file
-from echelon.state.checkpoint.copies.folder import Entry, generation_of, write_small
-from echelon.state.checkpoint.copies.mapped_file import MappedFile
+from echelon.state.checkpoint.copies.folder import Entry, MappedFile, generation_of, write_small
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
 

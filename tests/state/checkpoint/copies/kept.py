@@ -15,7 +15,7 @@ from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.state.checkpoint.copies import HostCopies, MemoryCopies, MemoryFolder, keeper
-from echelon.state.checkpoint.manifest_text import OtherVersionError
+from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.verify.contract import make_engine
 from tests.state.checkpoint.copies.host_files import make_other_version
 from tests.state.checkpoint.same_plan import SAVED, Training, case_of, end, same

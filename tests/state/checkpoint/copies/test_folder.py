@@ -1,5 +1,7 @@
 """The folder of a run's copies: for one user, and gone when its run is."""
 
+import errno
+import gc
 import hashlib
 import os
 import subprocess
@@ -14,6 +16,7 @@ from echelon.errors import UserError
 from echelon.state.checkpoint.copies import MemoryFolder, newest_step_here, remove_dead_folders
 from echelon.state.checkpoint.copies.folder import (
     Entry,
+    MappedFile,
     forget_all,
     generation_of,
     host_name,
@@ -21,9 +24,8 @@ from echelon.state.checkpoint.copies.folder import (
     step_of,
     write_small,
 )
-from echelon.state.checkpoint.copies.hosts import Sending, receivers, sendings, whole_generations
 from echelon.state.checkpoint.copies.keeper import num_files, refuse_small_disk
-from echelon.state.checkpoint.copies.mapped_file import MappedFile
+from echelon.state.checkpoint.copies.network import Sending, receivers, sendings, whole_generations
 
 
 def test_only_this_user_can_read_it(tmp_path: Path) -> None:
@@ -229,3 +231,36 @@ def test_a_slot_of_another_rank_is_not_used_up(tmp_path: Path) -> None:
     forget_all(folder)
     assert folder.entries() == []
     assert newest_step_here(folder, 0) == 0
+
+
+def test_memory_of_the_same_size_is_written_again(tmp_path: Path) -> None:
+    first = MappedFile(tmp_path / "a", 100)
+    first.memory.fill_(7)
+    number = (tmp_path / "a").stat().st_ino
+    again = MappedFile(tmp_path / "a", 100)
+    assert (again.memory.tolist(), (tmp_path / "a").stat().st_ino) == ([7] * 100, number)
+    assert (again.path, again.size) == (tmp_path / "a", 100)
+    other = MappedFile(tmp_path / "a", 101)
+    assert (other.memory.tolist(), (tmp_path / "a").stat().st_size) == ([0] * 101, 101)
+    assert first.memory.tolist() == [7] * 100, "who has the old file keeps it"
+
+
+def test_no_file_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what others have left open is not closed meanwhile
+    files = [MappedFile(tmp_path / "a", size) for size in (100, 100)]
+    before = len(os.listdir("/proc/self/fd"))
+    files += [MappedFile(tmp_path / "a", 100), MappedFile(tmp_path / "a", 200)]
+    mapped = len(os.listdir("/proc/self/fd")) - before
+    assert mapped == 2, "a mapping holds one of its own"
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError, match=r"has no room for the 300 B of b; make that RAM disk larger"):
+        MappedFile(tmp_path / "b", 300)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(UserError, match="nowhere/a cannot be written: No such file"):
+        MappedFile(tmp_path / "nowhere" / "a", 300)

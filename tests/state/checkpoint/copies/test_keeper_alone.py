@@ -13,7 +13,7 @@ from echelon.errors import UserError
 from echelon.state.checkpoint import Manifest
 from echelon.state.checkpoint.copies import MemoryFolder, keeper
 from echelon.state.checkpoint.copies.keeper import MemoryCopies, _Attempt
-from echelon.state.checkpoint.manifest_text import OtherVersionError
+from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 
 PLAN = "data=1"

@@ -19,12 +19,17 @@ from echelon.collectives.boundary import HostBoundary
 from echelon.collectives.buffer_layout import block_size, lay_out, round_up
 from echelon.collectives.fingerprint import device_fingerprint
 from echelon.errors import UserError
-from echelon.parallel.data.buckets import Bucket
-from echelon.parallel.data.grad_dtype import gradient_dtype
-from echelon.parallel.data.gradient_memory import GradientKind, GradientMemory, NewMemory, PreallocatedMemory
+from echelon.parallel.data.buckets import (
+    Bucket,
+    GradientKind,
+    GradientMemory,
+    NewMemory,
+    PreallocatedMemory,
+    gradient_dtype,
+)
 from echelon.parallel.data.zero.comings import Comings, lost_change
-from echelon.parallel.data.zero.freed import FreedParameter, register_owner
 from echelon.parallel.data.zero.host_weights import HostRun, HostWeights
+from echelon.parallel.data.zero.weight_access import FreedParameter, register_owner
 from echelon.state.ownership import LocalParameter
 
 

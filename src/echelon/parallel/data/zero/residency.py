@@ -13,9 +13,9 @@ from torch import Tensor
 
 from echelon.collectives import Group, Ledger
 from echelon.collectives.alone import check_not_alone
-from echelon.parallel.data.problems import Problem
+from echelon.parallel.data.sharing import Problem
 from echelon.parallel.data.zero.flat import FlatUnit
-from echelon.parallel.data.zero.gather_agreement import GatherAgreement
+from echelon.parallel.data.zero.unit_agreement import GatherAgreement
 
 
 class Residency:

@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 
 

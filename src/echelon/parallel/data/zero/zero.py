@@ -32,17 +32,15 @@ from torch import Tensor, nn
 from echelon.collectives import Group
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data.gradient_sums import GradientSums
 from echelon.parallel.data.parameter_set import ParameterSet, Unit
-from echelon.parallel.data.problems import Problem
 from echelon.parallel.data.reducer import Reducer, UsedParameters
-from echelon.parallel.data.sharing import Sharing, Storages, local_gradients
+from echelon.parallel.data.sharing import Problem, Sharing, Storages, local_gradients
 from echelon.parallel.data.zero.comings import Comings, lost_change
 from echelon.parallel.data.zero.flat import FlatUnit, UnitMemory
-from echelon.parallel.data.zero.gather_agreement import GatherAgreement, explain_mismatch
+from echelon.parallel.data.zero.gradient_sums import GradientSums
 from echelon.parallel.data.zero.host_weights import HostPlace, HostRun
 from echelon.parallel.data.zero.residency import Residency
-from echelon.parallel.data.zero.unit_agreement import check_same_units
+from echelon.parallel.data.zero.unit_agreement import GatherAgreement, check_same_units, explain_mismatch
 from echelon.parallel.data.zero.units import backward_order, find_root
 from echelon.parallel.data.zero.uses import Use, UseHooks
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice

@@ -8,14 +8,11 @@
             rank-00002.safetensors            the copy of a rank of another host
         generation-1/                         the same, of the save before or after it
 
-folder       where the files of a run are, and which are there; folders that nobody needs are removed
-hosts        whose copy goes where, and which are sent back
-mapped_file  a file in memory, which is written like a tensor
+folder       where the files of a run are; a file in memory, which is written like a tensor
+network      which rank's copy goes to which host, and how
 rank_file    what a rank owns, in its file
-exchange     files between hosts, in pieces, over a group of their own
 keeper       all of it, for an engine: save every so many steps, find the newest that is whole
-room         whether there is memory enough
-to_disk      all of it as a checkpoint on disk, where nobody will go on from memory
+to_disk      all of it as a checkpoint on disk, where no rank will go on from memory
 """
 
 from echelon.state.checkpoint.copies.folder import (

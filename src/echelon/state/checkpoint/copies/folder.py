@@ -4,7 +4,9 @@ It belongs to the process that started them, and goes with its run. What a kille
 --resume, and is removed by a later run of the same user.
 """
 
+import errno
 import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -16,7 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
+import torch
+
 from echelon.errors import UserError
+from echelon.quantities import show_bytes
 
 DAYS_KEPT = 7  # after the last copy, those of a run that was killed and not resumed
 VARIABLE = "ECHELON_MEMORY_FOLDER"
@@ -223,3 +228,52 @@ def _began(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+@final
+class MappedFile:
+    """A file on a RAM disk as a tensor of bytes: to fill the tensor is to write the file.
+
+    A file of the same size is written again: to ask for new memory would cost more.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+        try:
+            descriptor = _open(path, size)
+        except OSError as error:
+            raise _explained(path, size, error) from error
+        try:
+            self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+
+
+def _open(path: Path, size: int) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+        if os.fstat(descriptor).st_size == size:
+            return descriptor
+        os.close(descriptor)
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # without it, a full RAM disk would end the process
+    except OSError:
+        os.close(descriptor)
+        path.unlink()
+        raise
+    return descriptor
+
+
+def _explained(path: Path, size: int, error: OSError) -> UserError:
+    if error.errno == errno.ENOSPC:
+        return UserError(
+            f"keep='memory': {path.parent} has no room for the {show_bytes(size)} of {path.name}; make that "
+            f"RAM disk larger (mount -o remount,size=…), set {VARIABLE} to another, or keep=2 for "
+            "checkpoints on disk"
+        )
+    return UserError(f"keep='memory': {path} cannot be written: {error.strerror or error}")

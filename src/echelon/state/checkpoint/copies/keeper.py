@@ -7,7 +7,6 @@ find    ranks list what their hosts have, and agree on the newest generation of 
         every rank; who has lost its own gets it from the host that keeps its copy
 """
 
-import json
 import math
 import os
 import secrets
@@ -22,18 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import agree_on_every_rank, check_on_every_rank, gather_values
 from echelon.errors import UserError
 from echelon.launching import beat
-from echelon.launching.group import agree_on_every_rank, check_on_every_rank
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.quantities import show_bytes
 from echelon.state.assembly import RankSlice, exchange_slices
 from echelon.state.checkpoint.assignment import signature
-from echelon.state.checkpoint.copies import exchange, rank_file
-from echelon.state.checkpoint.copies.exchange import RankCopy
+from echelon.state.checkpoint.copies import network, rank_file
 from echelon.state.checkpoint.copies.folder import (
     VARIABLE,
     Entry,
+    MappedFile,
     MemoryFolder,
     file_name,
     generation_of,
@@ -41,11 +39,16 @@ from echelon.state.checkpoint.copies.folder import (
     step_of,
     write_small,
 )
-from echelon.state.checkpoint.copies.hosts import Found, Sending, receivers, sendings, whole_generations
-from echelon.state.checkpoint.copies.mapped_file import MappedFile
+from echelon.state.checkpoint.copies.network import (
+    Found,
+    RankCopy,
+    Sending,
+    receivers,
+    sendings,
+    whole_generations,
+)
 from echelon.state.checkpoint.file_image import FileLayout
-from echelon.state.checkpoint.manifest import Manifest
-from echelon.state.checkpoint.manifest_text import OtherVersionError
+from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import OwnedSlice
 
@@ -155,9 +158,9 @@ class MemoryCopies:
         if receiver is None or self._network is None:
             return
         if copy is None:
-            sent = exchange.send_none(receiver, self._network)
+            sent = network.send_none(receiver, self._network)
         else:
-            sent = exchange.send(copy, receiver, self._network)
+            sent = network.send(copy, receiver, self._network)
         errors: list[UserError] = []
         for source in [rank for rank, each in enumerate(self._receivers) if each == self._group.rank]:
             try:
@@ -173,7 +176,7 @@ class MemoryCopies:
         """Receive the file of `rank` from `source`, and write its manifest when it is whole."""
         assert self._network is not None
         slot = self._folder.free_slot(rank, kept)
-        copy = exchange.receive(lambda size: self._room(slot, rank, size), source, self._network)
+        copy = network.receive(lambda size: self._room(slot, rank, size), source, self._network)
         self._write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
 
     def _room(self, slot: int, rank: int, size: int) -> Tensor:
@@ -289,7 +292,7 @@ class MemoryCopies:
         """Files go to the ranks that have lost them, which open them."""
         assert self._network is not None, "a file that this host has is not missing on it"
         sent = [
-            work for rank, copy in before.sent.items() for work in exchange.send(copy, rank, self._network)
+            work for rank, copy in before.sent.items() for work in network.send(copy, rank, self._network)
         ]
         attempt = before
         for sender in [each.sender for each in missing if each.receiver == self._group.rank]:
@@ -317,10 +320,7 @@ class MemoryCopies:
         return bool(errors)
 
     def _gather(self, value: Any) -> list[Any]:
-        """Plain data of every rank, in rank order."""
-        if self._group.size == 1:
-            return [value]
-        return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
+        return gather_values(value, self._group, self._device)
 
 
 class _Attempt:

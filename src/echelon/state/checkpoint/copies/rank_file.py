@@ -13,14 +13,19 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.assembly import RankSlice
-from echelon.state.checkpoint.fetching import FolderFiles
-from echelon.state.checkpoint.file_checks import check_hash, check_size
-from echelon.state.checkpoint.file_hash import FileHash
+from echelon.state.checkpoint.file_checks import FileHash, check_hash, check_size, read_regular
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
-from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
-from echelon.state.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
-from echelon.state.checkpoint.regular_file import read_regular
+from echelon.state.checkpoint.manifest import (
+    MOST_BYTES,
+    FileRecord,
+    Manifest,
+    Number,
+    OtherVersionError,
+    PieceRecord,
+    TensorRecord,
+)
 from echelon.state.checkpoint.saved import SavedState
+from echelon.state.checkpoint.storage import FolderFiles
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
 
 _NO_LIMIT = 1 << 62  # one file, whatever its size

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.assembly import RankSlice
-from echelon.state.checkpoint.assignment import Assignment, joined
+from echelon.state.checkpoint.assignment import Assignment, joined, share_out
+from echelon.state.checkpoint.atomic import new_token
 from echelon.state.checkpoint.copies import rank_file
 from echelon.state.checkpoint.copies.folder import Entry, MemoryFolder, step_of
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
-from echelon.state.checkpoint.manifest import FileRecord, Manifest
+from echelon.state.checkpoint.manifest import FileRecord, Manifest, OtherVersionError
 from echelon.state.checkpoint.manifest_reader import dtype_of
-from echelon.state.checkpoint.manifest_text import OtherVersionError
-from echelon.state.checkpoint.part import share_out
 from echelon.state.checkpoint.part_writer import FilledChunks
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.checkpoint.storage_errors import (
@@ -30,7 +29,7 @@ from echelon.state.checkpoint.storage_errors import (
     report_write_errors,
     with_retries,
 )
-from echelon.state.checkpoint.target import Target, new_token, target_at
+from echelon.state.checkpoint.target import Target, target_at
 from echelon.state.ownership import Slice
 
 _CPU = torch.device("cpu")

@@ -1,0 +1,316 @@
+"""Access to parameters while an engine trains them: each state is a class that the same object takes on.
+
+    during a step     nn.Parameter       as the user made it
+    between steps     IdleParameter      `.data` shares its version counter, so that a write through it is
+                                         seen, and `.grad` raises where no rank has it whole
+    freed             FreedParameter     has no values here: any function of torch that reads it asks its
+                                         owner first, which gathers the weight, waits for it, or raises
+
+torch's own `.data` has a version counter of its own: a clamp of `weight.data` leaves no trace. Of a freed
+weight, shape, type, device and gradient can be read at any time. Autograd's own reads do not come by here:
+the version of a freed weight is another than the one that it has saved.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from types import GetSetDescriptorType
+from typing import Any, NamedTuple, cast, final
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from echelon.errors import UserError
+from echelon.nn.tracing import untraced
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data.parameter_set import ParameterSet
+from echelon.state.ownership import LocalParameter
+
+_DATA: Any = Tensor.data  # descriptors of torch's class
+_GRAD: Any = Tensor.grad
+
+
+@final
+class Idle:
+    """The parameters of one engine, and whether it is between two steps."""
+
+    def __init__(self, lost_gradient: str | None = None) -> None:
+        """`lost_gradient`: what to tell those who use a gradient, where ranks keep parts of them."""
+        self.lost_gradient, self.is_idle = lost_gradient, False
+        self._parameters: list[nn.Parameter] = []
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        if not _is_traced_apart(parameter):
+            _watched[parameter] = _Watched(ref(self), name)
+            self._parameters.append(parameter)
+
+    def begin(self) -> None:
+        """A step has ended."""
+        self.is_idle = True
+        for parameter in self._parameters:
+            if parameter.__class__ is nn.Parameter:
+                parameter.__class__ = IdleParameter
+
+    def end(self) -> None:
+        """A step begins, or the engine closes."""
+        self.is_idle = False
+        end_idle(self._parameters)
+
+
+class _Watched(NamedTuple):
+    engine: "ref[Idle]"  # which has the parameter, and may be gone
+    name: str
+
+    @property
+    def idle(self) -> Idle | None:
+        """Its engine's, if that is between two steps."""
+        idle = self.engine()
+        return idle if idle is not None and idle.is_idle else None
+
+
+_watched: MutableMapping[Tensor, _Watched] = WeakIdKeyDictionary()
+
+
+class IdleParameter(nn.Parameter):
+    """A parameter that an engine trains, between two of its steps."""
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return gradient_between_steps(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def idle_kind(parameter: nn.Parameter, kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """What a parameter of this kind is now."""
+    return IdleParameter if kind is nn.Parameter and is_idle(parameter) else kind
+
+
+def is_idle(parameter: Tensor) -> bool:
+    """Whether its engine, if it has one, is between two steps."""
+    watched = _watched.get(parameter)
+    return watched is not None and watched.idle is not None
+
+
+def end_idle(parameters: Iterable[nn.Parameter]) -> None:
+    """Another engine takes them, as the user made them."""
+    for parameter in parameters:
+        if type(parameter) is IdleParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def gradient_between_steps(parameter: Tensor) -> Tensor | None:
+    """Its gradient; where ranks keep parts of it, something that may be dropped and not used."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor | None = _GRAD.__get__(parameter)
+        watched = _watched.get(parameter)
+        idle = None if watched is None else watched.idle
+        if watched is None or idle is None or idle.lost_gradient is None or not parameter.requires_grad:
+            return gradient
+        lost = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(LostGradient)
+        lost.text = f"the gradient of {watched.name}: {idle.lost_gradient}"
+        return lost
+
+
+@final
+class LostGradient(Tensor):
+    """In place of a gradient that no rank has: whoever computes with it is told so."""
+
+    text: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__", "size", "dim", "numel", "stride"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        lost = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
+        raise UserError(lost.text)
+
+
+def _is_traced_apart(parameter: nn.Parameter) -> bool:
+    """Whether its type is somebody else's, with attributes of its own."""
+    return type(parameter) is not nn.Parameter and not type(parameter).__module__.startswith("echelon.")
+
+
+class FreedParameter(nn.Parameter):
+    """A parameter whose values are not on this rank at the moment."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func == _GET_GRADIENT:
+            return gradient_between_steps(args[0])
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _read(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _make_whole(self)
+        return copy.deepcopy(self, memo)
+
+
+class _Freed(NamedTuple):
+    """Who can make a parameter whole, and what it is then."""
+
+    name: str
+    read: "WeakMethod[Callable[[str], None]]"
+    kind: type[nn.Parameter]
+
+
+# What is known of each parameter that comes and goes.
+_freed: MutableMapping[Tensor, _Freed] = WeakIdKeyDictionary()
+
+
+def register_owner(parameter: nn.Parameter, name: str, read: Callable[[str], None]) -> None:
+    """`read(name)`, a method, is called when somebody reads the parameter while it is freed."""
+    _freed[parameter] = _Freed(name, WeakMethod(read), type(parameter))
+
+
+def mark_whole(parameter: nn.Parameter) -> None:
+    """It may be read again, as what it was."""
+    if parameter in _freed:
+        parameter.__class__ = idle_kind(parameter, _freed[parameter].kind)
+
+
+@untraced
+def _read(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `func` when all parameters among its arguments are whole."""
+    if func is Tensor.__repr__:
+        return f"{_freed[args[0]].name}, freed, shape={tuple(args[0].shape)}"
+    for leaf in tree_leaves((args, kwargs)):
+        if type(leaf) is FreedParameter:
+            _make_whole(leaf)
+    if func == _GET_DATA and is_idle(args[0]):
+        return args[0].detach()  # a write through it is then seen
+    return func(*args, **kwargs)
+
+
+def _make_whole(parameter: FreedParameter) -> None:
+    name, read, _ = _freed[parameter]
+    owner = read()
+    if owner is None:
+        raise UserError(
+            f"{name} has no values on this rank: its engine is gone, and has left a part, or nothing, of it "
+            "here (zero=3, offload); end an engine with engine.close(), which puts the model together"
+        )
+    owner(name)
+    assert type(parameter) is not FreedParameter, f"{name} is not whole"
+
+
+def _functions_without_values() -> set[Callable[..., Any]]:
+    """What torch answers without a look at the values: all attributes but those that are tensors of them."""
+    values = {"data", "T", "H", "mT", "mH", "real", "imag"}
+    functions: set[Callable[..., Any]] = set()
+    for name, attribute in vars(torch._C.TensorBase).items():
+        if isinstance(attribute, GetSetDescriptorType) and name not in values:
+            functions |= {attribute.__get__, attribute.__set__, attribute.__delete__}
+    methods = (
+        "dim ndimension size numel nelement stride storage_offset element_size untyped_storage get_device "
+        "is_contiguous is_pinned is_floating_point is_complex is_signed is_inference requires_grad_ "
+        "register_hook register_post_accumulate_grad_hook __len__ new_empty new_zeros new_ones new_full"
+    )
+    functions |= {getattr(Tensor, name) for name in methods.split()}
+    makers = "empty_like zeros_like ones_like full_like rand_like randn_like"
+    questions = "numel is_floating_point is_complex"
+    return functions | {getattr(torch, name) for name in f"{makers} {questions}".split()}
+
+
+_WITHOUT_VALUES = _functions_without_values()
+_GET_DATA, _GET_GRADIENT = (descriptor.__get__ for descriptor in cast(Any, (Tensor.data, Tensor.grad)))
+
+
+# New weights of a rank that holds whole parameters, on their way from the host: waited for when first used.
+#
+# A module waits for the weights of its unit when it is called. Any other read (the user between two steps, a
+# module that reads the weight of another one) waits for that weight: until it is there, it is a
+# `FreedParameter`.
+
+
+Wait = Callable[[Sequence[LocalParameter]], None]
+
+
+@final
+class NewWeights:
+    """Watches the parameters of one set."""
+
+    def __init__(
+        self, parameter_set: ParameterSet, local: Sequence[LocalParameter], wait: Wait, wrapping: Wrapping
+    ) -> None:
+        """`wait`: returns when the new weights of local parameters are there."""
+        self._wait = wait
+        self._local = {each.parameter: each for each in local}
+        self._names = {each.name: each for each in local}
+        for each in local:
+            register_owner(each.parameter, each.name, self._read)
+        for unit in parameter_set.units:
+            parameters = [p for need in unit.needs for _, p in parameter_set.units[need].parameters]
+            needed = [self._local[p] for p in parameters if p in self._local]
+            if needed:
+                wrapping.before("offload", unit.module, self._before(needed), with_kwargs=True, prepend=True)
+
+    def hide(self) -> None:
+        """Nobody may read any of them any more."""
+        self.expect(list(self._local.values()))
+
+    def expect(self, local: Sequence[LocalParameter]) -> None:
+        """New weights of these will come: nobody may read the old ones."""
+        for each in local:
+            if each.parameter in self._local and each.parameter.numel():
+                each.parameter.__class__ = FreedParameter
+
+    def arrive(self, local: Sequence[LocalParameter]) -> None:
+        """They are there."""
+        for each in local:
+            if each.parameter in self._local:
+                mark_whole(each.parameter)
+
+    def _before(self, needed: Sequence[LocalParameter]) -> Callable[..., None]:
+        @untraced
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+            self._wait(needed)
+
+        return hook
+
+    def _read(self, name: str) -> None:
+        self._wait([self._names[name]])
+
+
+@final
+class ResidentWeights:
+    """Weights that are whole on every rank, and that ranks wait for together when they share them."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], check: Callable[[], None]) -> None:
+        """`check`: raises when nobody may read them any more."""
+        self._check = check
+        self._parameters = [parameter for _, parameter in parameters if parameter.numel()]
+        for name, parameter in parameters:
+            register_owner(parameter, name, self._read)
+
+    def hide(self) -> None:
+        """Nobody may read any of them any more."""
+        for parameter in self._parameters:
+            parameter.__class__ = FreedParameter
+
+    def _read(self, name: str) -> None:  # noqa: ARG002
+        self._check()
