@@ -24,8 +24,8 @@ from echelon.engine.step.batch_reader import BatchReader, read_sample
 from echelon.engine.step.samples import make_scopes
 from echelon.engine.updates import UpdateRule, make_update
 from echelon.memory.activation_offload import offload_activations
-from echelon.memory.compressing import compress_layers
-from echelon.memory.recomputing import recompute_layers
+from echelon.memory.gist import compress_layers
+from echelon.memory.recompute import recompute_layers
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import SMALLEST_UNIT

@@ -41,7 +41,7 @@ from echelon.parallel.sequence_checks import (
 )
 from echelon.parallel.tensor import Sharded, Table, number_layers, split_loss, split_over
 from echelon.program import Program
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from echelon.state.ownership import OwnedSlice
 from echelon.state.shards import Shard
 

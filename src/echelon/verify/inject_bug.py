@@ -10,7 +10,7 @@ import torch
 
 from echelon.engine import Engine
 from echelon.errors import UserError, did_you_mean
-from echelon.memory.recompute import SecondRunCheck
+from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.plan import Plan
 from echelon.verify.bugs import losses, norms, passes, sums
 from echelon.verify.case import Case

@@ -15,7 +15,7 @@ from echelon.nn.batch import Batch
 from echelon.parallel.observer import ForwardPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.program import Program, build
-from echelon.program.step_program import continuous_steps
+from echelon.program.build import continuous_steps
 from echelon.update.numbers import Number, StepNumbers
 from echelon.update.synchronous_update import SynchronousUpdate
 

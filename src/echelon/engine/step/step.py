@@ -38,7 +38,7 @@ from echelon.launching import finish_step, start_step
 from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.program import Program
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from echelon.state.ownership import LocalParameter
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.numbers import StepNumbers
