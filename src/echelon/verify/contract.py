@@ -29,9 +29,8 @@ from echelon.state.ownership import MASTER
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import Bug, check_bug, inject, unaudited
 from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision, rounding_of
-from echelon.verify.pipedream import train_by_formula
 from echelon.verify.reference import TrainingResult, train_on_one_device
-from echelon.verify.replay import replay
+from echelon.verify.replay import replay, train_by_formula
 from echelon.verify.verdict import (
     DELAYED,
     FORMULA,

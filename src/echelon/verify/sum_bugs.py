@@ -7,7 +7,7 @@ from echelon.collectives import CompletedWork, Group, Work
 from echelon.engine import Engine
 from echelon.parallel.data import Sharing
 from echelon.parallel.data.reducer import Reducer
-from echelon.verify.bugs.alterations import Change, Message, alter, lose, replace_method
+from echelon.verify.bugs import Change, Message, alter, lose, replace_method
 
 
 def _scale(sharings: Iterable[Sharing], factor: float) -> bool:
