@@ -13,8 +13,7 @@ from echelon.state.checkpoint import SavedState
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import RolledBack
 from echelon.train.jobs.job import Job
-from echelon.train.runs.rollbacks import SKIPPED
-from echelon.train.spikes import Trouble
+from echelon.train.runs.rollbacks import SKIPPED, Trouble
 from tests.state.checkpoint.small import FILES, write_small
 
 TROUBLE = Trouble(15, 16, "the loss jumped")

@@ -21,9 +21,8 @@ from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Steppe
 from echelon.train.jobs.job import Job
 from echelon.train.metrics_file import METRICS, line_of, step_of
 from echelon.train.runs.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
-from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches
+from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches, SpikeWatch, Trouble
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.spikes import SpikeWatch, Trouble
 from echelon.update.nonfinite import NonfiniteError
 
 CHECKPOINTS = "checkpoints"

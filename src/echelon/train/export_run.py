@@ -30,8 +30,8 @@ from echelon.state.weight_files import (
 from echelon.state.weight_files.dcp_folder import write_dcp
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_file import read_values
-from echelon.train.runs.run_links import link_errors
-from echelon.train.tasks import config_of
+from echelon.train.runs.run_folder import link_errors
+from echelon.train.task import config_of
 
 EXPORTS = "export"
 FORMATS = ("hf", "safetensors", "dcp")

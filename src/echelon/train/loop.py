@@ -23,12 +23,11 @@ from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.jobs.job import Job
-from echelon.train.jobs.memory_fit import refuse_small_device, state_bytes
+from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
 from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
-from echelon.train.runs.stop_request import StopRequest
-from echelon.train.task import Task
-from echelon.train.tasks import open_task
+from echelon.train.runs.stopping import StopRequest
+from echelon.train.task import Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.state.bounded_json import parse_json
+from echelon.train import strict_json
 from echelon.train.events import Evaluated, GateLoad, RolledBack, Stepped
-from echelon.train.jobs import strict_json
 
 METRICS = "metrics.jsonl"
 _LONGEST_LINE = 2**22  # bytes

@@ -1,9 +1,10 @@
 """Trainings without a single device to be equal to, repeated on one process in plain torch.
 
-`replay` follows the log of asynchronous workers, and nothing else. The gradient of an entry is that of the weights of version `pulled`, on the worker's part of the batch of its
-step. Entries that made the same version are one update by their mean, weighted by what the loss counted.
-In fp16 a worker's step that is not in the log had gradients that were not finite.
-For dropout, a worker with n samples numbers them from worker · n, as if every worker had as many.
+`replay` follows the log of asynchronous workers alone. The gradient of an entry is that of the weights of
+version `pulled`, on the worker's part of the batch of its step. Entries that made the same version are one
+update by their mean, weighted by what the loss counted. In fp16 a worker's step that is not in the log had
+gradients that were not finite. For dropout, a worker with n samples numbers them from worker · n, as if every
+worker had as many.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ def train_by_formula(
     dtype: torch.dtype = torch.float64,
     overflows: Collection[tuple[int, int]] = (),
 ) -> TrainingResult:
-    """What a PipeDream pipeline must end with, after all steps of `case` and a drain. With d stages, update t is
+    """What a pipeline of PipeDream ends with, after all steps of `case` and a drain. Of d stages, update t is
 
         pipedream             W(t+1) = W(t) − ν·∇f(W₀(t−d+1), W₁(t−d+2), …, W_{d−1}(t))     on microbatch t
         pipedream-vertical    W(t+1) = W(t) − ν·∇f(W₀(t−d+1), W₁(t−d+1), …, W_{d−1}(t−d+1)) on microbatch t

@@ -16,7 +16,7 @@ from echelon.state.checkpoint.copies import MemoryCopies, MemoryFolder, newest_s
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.train.jobs.job import Job
 from echelon.train.runs.preempted import Preempted
-from echelon.train.runs.run_state import is_unfinished
+from echelon.train.runs.run_folder import is_unfinished
 
 MEMORY = "memory"
 NUM_ON_DISK = 2  # checkpoints that stay on disk beside the copies in memory

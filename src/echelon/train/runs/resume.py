@@ -15,8 +15,7 @@ from echelon.train.jobs.job import Job, as_plain
 from echelon.train.jobs.job_file import read_job, read_values
 from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.memory_copies import has_copies, is_in_memory
-from echelon.train.runs.run_links import link_errors
-from echelon.train.runs.run_state import FINISHED, PREEMPTED, read_about
+from echelon.train.runs.run_folder import FINISHED, PREEMPTED, link_errors, read_about
 
 MAY_CHANGE = (
     *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit"),
