@@ -32,7 +32,7 @@ class UnitUpdates:
         self.rehearsal: Rehearsal | None = None  # while a step is rehearsed
         self.has_updated = False  # whether weights are between those of before and after a step
         for sharing in sharings:
-            sharing.on_unit = self._update
+            sharing.update_in_backward(self._update)
 
     @contextmanager
     def rehearse(self, see: Callable[[Sequence[LocalParameter]], None]) -> Iterator[None]:

@@ -257,7 +257,9 @@ def test_no_step_reads_from_a_device(plan: str) -> None:
 def test_layers_that_run_again_are_recorded_once() -> None:
     engine = make_alone("recompute=full")
     assert all(sum(each.tokens) == 7 * SEQUENCE * 2 for each in engine.expert_load().values())
-    assert not any(gate.pending for gate in gates_of(engine.module)), "the second run knows who records"
+    for gate in gates_of(engine.module):
+        assert not gate.pending
+        assert not gate.ran_in_backward, "the second run knows who records"
 
 
 def test_a_broken_gate_changes_nothing_where_nobody_reads() -> None:

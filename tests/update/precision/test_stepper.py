@@ -462,7 +462,7 @@ class UnitSharing:
     def __init__(self, *units: str) -> None:
         self._units = units
 
-    def in_turn(self) -> tuple[str, ...]:
+    def pieces_to_update(self) -> tuple[str, ...]:
         return self._units
 
 

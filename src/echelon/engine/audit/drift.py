@@ -166,7 +166,9 @@ def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:
     """What this rank updates of each trained parameter: all of it, or its part."""
     sharing.wait_for_weights(sharing.local_parameters())
     if isinstance(sharing, Zero):
-        return [(each.name, each.parameter, sharing.standing(each)) for each in sharing.local_parameters()]
+        return [
+            (each.name, each.parameter, sharing.stored_values(each)) for each in sharing.local_parameters()
+        ]
     return [(name, parameter, parameter) for name, parameter in sharing.parameter_set.trained]
 
 

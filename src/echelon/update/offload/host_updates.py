@@ -97,7 +97,7 @@ def make_host_stepper(
 
     stepper.on_failure = hide_all
     for sharing in local.sharings:
-        sharing.wait_for_weights = stepper.wait
+        sharing.expect_weights(stepper.wait)
     return stepper
 
 

@@ -63,7 +63,7 @@ class Stepper(ABC):
             return
         check_takes_units(self.optimizer, **_BY_UNIT)  # a hook may have been added
         for sharing in self._sharings:
-            for unit in sharing.in_turn():
+            for unit in sharing.pieces_to_update():
                 self.step(factor, skip, unit)
 
     def use_units(self, sharings: Iterable[Sharing]) -> None:
