@@ -1,1 +1,1 @@
-"""Training runs: the loop, what is shown and kept. `jobs` says what to train, `runs` keeps a training going."""
+"""Training runs: the loop, what is shown and kept. `jobs` says what to train, `runs` keeps it going."""
