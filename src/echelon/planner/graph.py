@@ -49,7 +49,7 @@ class Node:
 
     @property
     def is_free(self) -> bool:
-        """Whether the layer costs nothing on any stage."""
+        """True if the layer costs nothing on any stage."""
         return not any((self.seconds, self.output_bytes, self.parameter_bytes, self.stash_bytes))
 
 

@@ -31,7 +31,7 @@ class Stage:
 
     @property
     def limit(self) -> str:
-        """What limits the stage: the part that takes the longest."""
+        """The bottleneck of the stage: the part that takes the longest."""
         times = {
             "compute": self.compute_seconds,
             "gradients": self.gradient_seconds,
@@ -69,7 +69,7 @@ class Partition:
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """How many layers each stage has: with a chain of layers, where to cut."""
+        """The number of layers of each stage: with a chain of layers, where to cut."""
         return tuple(len(stage.layers) for stage in self.stages)
 
     @property

@@ -1,6 +1,6 @@
-"""What a training needs to know of its task: a model, batches, a loss, and what to tell of them.
+"""The task of a training: a model, batches, a loss, and what to report of them.
 
-`tasks.py` opens the task of a job. The loop, the logbook and the display ask a task and never which it is.
+`tasks.py` opens the task of a job. The loop, the logbook and the display never ask which it is.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Task(Protocol):
 
     @property
     def unit(self) -> str:
-        """What the loss counts: "tokens", or "images"."""
+        """The unit that the loss counts: "tokens", or "images"."""
 
     @property
     def config(self) -> ModelConfig | ImageConfig: ...
@@ -68,7 +68,7 @@ class Task(Protocol):
 
     @property
     def data_size(self) -> int:
-        """How many units there are to train on."""
+        """The number of units to train on."""
 
     @property
     def training(self) -> TaskBatches: ...
@@ -84,7 +84,7 @@ class Task(Protocol):
 
     @property
     def measure(self) -> Measure | None:
-        """What a validation measures beside the loss: the share of right answers, as (total, count)."""
+        """The measure of a validation beside the loss: right answers, as (total, count)."""
 
     def build(self) -> nn.Module:
         """The model with its initial values."""
@@ -93,7 +93,7 @@ class Task(Protocol):
         """The model with the weights in a folder."""
 
     def sample(self, folder: Path) -> str:
-        """What the trained model in a folder does, to look at."""
+        """Return an example of what the trained model in a folder does."""
 
 
 def make_batches(job: "Job", corpus: Corpus) -> tuple[Batches, Batches | None]:
@@ -142,7 +142,7 @@ class LanguageTask:
 
 
 def sample(model: Transformer, corpus: Corpus) -> str:
-    """What the model writes after the first tokens of the corpus."""
+    """Return what the model writes after the first tokens of the corpus."""
     prompt = torch.from_numpy(corpus.tokens[:16].astype("int64"))
     tokens = generate(model, prompt, SAMPLE_TOKENS).numpy()
     return corpus.decode(tokens) if corpus.decode is not None else " ".join(map(str, tokens.tolist()))
@@ -178,7 +178,7 @@ class ImageTask:
 
     @staticmethod
     def measure(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """How many images are named rightly, of how many; a label that does not count is never right."""
+        """Return the numbers of right answers and of images; a label that does not count is never right."""
         return (output.argmax(dim=-1) == labels).sum(), (labels != IGNORED_TARGET).sum()
 
     def build(self) -> ImageModel:
@@ -189,7 +189,7 @@ class ImageTask:
 
     @torch.no_grad()
     def sample(self, folder: Path) -> str:
-        """What the model says of the first images of the validation."""
+        """Return what the model says of the first images of the validation."""
         if self.validation is None:
             return ""
         model = load_image(folder).float().eval()

@@ -197,7 +197,7 @@ def keep_norms_apart(engine: Engine) -> bool:
 
 
 def count_first_shard(engine: Engine) -> bool:
-    """Of weights that are cut over tensor ranks, or of experts, only the first rank counts its part."""
+    """Only the first rank counts its part of weights that are split over tensor ranks, and of experts."""
     position = engine.mesh.position
     for sharing in engine._local.sharings:
         of = sharing.parameter_set
@@ -208,7 +208,7 @@ def count_first_shard(engine: Engine) -> bool:
 
 
 def count_copies(engine: Engine) -> bool:
-    """What several ranks hold alike is counted by each of them."""
+    """Each of several ranks that hold the same weights counts them."""
     sets = [sharing.parameter_set for sharing in engine._local.sharings]
     is_shared = any(of.uncounted for of in sets)
     for of in sets:
@@ -273,7 +273,7 @@ def drop_again(engine: Engine) -> bool:
 
 
 def mix_kept_parts(engine: Engine) -> bool:
-    """What tensor ranks kept of a layer's input is put together in another order."""
+    """The parts of a layer's input that tensor ranks kept are joined in another order."""
 
     def roll(message: Message) -> None:
         whole, part = message.tensors

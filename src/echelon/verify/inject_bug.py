@@ -157,7 +157,7 @@ BUGS: dict[str, NamedBug] = {
 
 
 def check_bug(name: str, plan: Plan) -> None:
-    """Refuse a bug that nobody knows, or that a training with this plan has no code for."""
+    """Refuse a bug that has no such name, or that a training with this plan has no code for."""
     if name not in BUGS:
         raise UserError(unknown_bug(name))
     is_synchronous = plan.sync == "all-reduce" and plan.flushes
@@ -174,7 +174,7 @@ def check_bug(name: str, plan: Plan) -> None:
 
 
 def unknown_bug(name: str) -> str:
-    """What is wrong with a name, with all that are known."""
+    """Return the error of an unknown name, with all known ones."""
     guess, names = did_you_mean(name, BUGS), f"; known: {', '.join(BUGS)}"
     return f"--inject-bug {name}: there is no such bug{guess.removesuffix(names)}{names}"
 

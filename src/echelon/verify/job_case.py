@@ -76,7 +76,7 @@ def _refuse_small_memory(job: Job, plan: Plan) -> None:
 
 
 def _sizes(job: Job) -> ModelConfig | ImageConfig:
-    """Those of the model; of images, for the classes of the preset."""
+    """Return the sizes of the model; of images, for the classes of the preset."""
     return job.model.image_config() if job.task == "images" else job.model.config()
 
 

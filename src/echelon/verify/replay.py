@@ -49,7 +49,8 @@ class Replay:
         self._versions.append(self._reference.copy())
 
     def result(self) -> TrainingResult:
-        """What the replay ends with. Losses and norms of steps are each worker's own, so it has none."""
+        """Return the result of the replay. Losses and norms of steps are each worker's own, so it has
+        none."""
         return self._reference.result([], [], self._batches[-1])
 
     def _gradients(self, entry: Push) -> tuple[list[Tensor | None], float]:
@@ -100,7 +101,7 @@ def train_by_formula(
     dtype: torch.dtype = torch.float64,
     overflows: Collection[tuple[int, int]] = (),
 ) -> TrainingResult:
-    """What a pipeline of PipeDream ends with, after all steps of `case` and a drain. Of d stages, update t is
+    """Train as a pipeline of PipeDream must, for all steps of `case` and a drain. Of d stages, update t is
 
         pipedream             W(t+1) = W(t) − ν·∇f(W₀(t−d+1), W₁(t−d+2), …, W_{d−1}(t))     on microbatch t
         pipedream-vertical    W(t+1) = W(t) − ν·∇f(W₀(t−d+1), W₁(t−d+1), …, W_{d−1}(t−d+1)) on microbatch t
@@ -166,7 +167,7 @@ def _stages(model: nn.Module, boundaries: list[int]) -> dict[nn.Parameter, int]:
 
 
 def _version_rule(plan: Plan) -> Callable[[int, int], int]:
-    """Which version a stage uses in an update; the first version is number 0."""
+    """Return the version that a stage uses in an update; the first version is number 0."""
     depth = plan.stages
     rules: dict[str, Callable[[int, int], int]] = {
         "pipedream": lambda update, stage: update - (depth - 1 - stage),

@@ -78,7 +78,7 @@ def skip_bucket(engine: Engine) -> bool:
 
 
 def _groups(sharing: Sharing) -> list[Group]:
-    """Those over which the gradients of a set are summed, each of them or none."""
+    """Return the groups over which the gradients of a set are summed, each of them or none."""
     return [sharing.parameter_set.group, sharing.parameter_set.shard_groups.shard]
 
 

@@ -90,10 +90,10 @@ class StandIn:
     def __init__(self, num_rollbacks: int = 0) -> None:
         self.num_rollbacks, self.asked = num_rollbacks, list[Trouble]()
 
-    def can_go_back(self, step: int) -> bool:
+    def can_roll_back(self, step: int) -> bool:
         return step > 50
 
-    def go_back(self, trouble: Trouble) -> RolledBack:
+    def roll_back(self, trouble: Trouble) -> RolledBack:
         self.num_rollbacks += 1
         self.asked.append(trouble)
         step = 100 if trouble.first > 100 else 50

@@ -191,7 +191,7 @@ def _check_plan(job: "Job", findings: Findings) -> Plan | None:
 
 
 def _check_machine(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, findings: Findings) -> None:
-    """Whether this machine can hold the model, and the plan can divide it."""
+    """Check that this machine can hold the model, and that the plan can divide it."""
     ranks = ranks_on_this_host(ranks_here(plan))
     for error in host_memory_errors(job, config, plan, ranks):
         findings.add(error, "plan", "model")

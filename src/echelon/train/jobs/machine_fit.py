@@ -1,4 +1,4 @@
-"""Whether this machine can run a job: as many ranks as its plan has, and their weights in host memory.
+"""The limits of this machine for a job: as many ranks as its plan has, and their weights in host memory.
 
 The memory is what a rank cannot do without, by arithmetic, before anything is allocated. Activations, buffers
 and the process itself come on top, so a job that passes may still be too large, but one that is refused
@@ -39,7 +39,7 @@ def rank_error(plan: Plan) -> str | None:
 
 
 def ranks_on_this_host(ranks: int) -> int:
-    """How many of so many ranks run on this machine; at least 1, where the launcher does not say."""
+    """Return how many of `ranks` ranks run on this machine; at least 1, where the launcher does not say."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if is_under_torchrun() else ranks
 
 
@@ -86,7 +86,7 @@ _STATES = {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}  # tensors of optimiz
 
 
 class RankBytes(NamedTuple):
-    """What one rank holds between steps, on average over the stages."""
+    """Return the bytes that one rank holds between steps, on average over the stages."""
 
     weights: float
     gradients: float
@@ -102,7 +102,7 @@ class RankBytes(NamedTuple):
 
 
 def num_states(optimizer: "OptimizerJob") -> int:
-    """How many tensors of state the optimizer keeps for each weight."""
+    """Return the number of state tensors that the optimizer keeps for each weight."""
     is_momentum = optimizer.name in ("sgd", "sm3")
     return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
 
@@ -120,7 +120,7 @@ def rank_bytes(parameters: int, plan: Plan, states: int, routed: int = 0) -> Ran
 
 
 def _even_bytes(parameters: float, plan: Plan, states: int, expert: int) -> RankBytes:
-    """Of parameters that all replicas hold, or every `expert`-th of them."""
+    """Return the bytes for parameters that all replicas hold, or every `expert`-th of them."""
     size = DTYPES[plan.precision].itemsize
     if plan.pipeline == AUTO:  # every rank measures the whole model first
         return RankBytes(parameters * size, 0, 0)
@@ -166,7 +166,7 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
 
 
 def state_bytes(job: "Job", config: ModelConfig | ImageConfig) -> float:
-    """What a rank must keep to go on, at least: weights and the optimizer's state."""
+    """Return the bytes that a rank must keep to go on, at least: weights and the optimizer's state."""
     needed = _needed(job, config, Plan.parse(job.plan))
     return needed.weights + needed.optimizer
 
@@ -177,7 +177,7 @@ def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBy
 
 
 def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
-    """What fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
+    """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
     for zero in range(plan.zero + 1, 4):
         sharded = _with_zero(plan, zero)

@@ -33,7 +33,7 @@ class Findings:
         self.invalid.update(keys)
 
     def all_valid(self, *keys: str) -> bool:
-        """Whether each of `keys` is valid, with its table and what it contains."""
+        """Return whether each of `keys` is valid, with its table and what it contains."""
         return not any(
             f"{key}.".startswith(f"{bad}.") or bad.startswith(f"{key}.")
             for key in keys

@@ -52,7 +52,7 @@ class SpikeWatch:
         return self._factor > 0
 
     def judge(self, step: int, loss: float) -> Trouble | None:
-        """What is wrong with the loss of a step that was not skipped."""
+        """Return what is wrong with the loss of a step that was not skipped."""
         if not self.is_on:
             return None
         if not math.isfinite(loss):
@@ -68,7 +68,7 @@ class SpikeWatch:
         return list(self._losses)
 
     def restore(self, value: Any) -> None:
-        """What `as_plain` has made; without anything that can be read, losses are gathered again."""
+        """Read what `as_plain` has made; without anything that can be read, losses are gathered again."""
         losses = value if isinstance(value, list) else []
         self._losses.clear()
         self._losses.extend(float(each) for each in losses if _is_loss(each))
@@ -86,12 +86,12 @@ class Checkpoints(Protocol):
 
     @property
     def num_rollbacks(self) -> int:
-        """How many the run has had."""
+        """The number of rollbacks of the run."""
 
-    def can_go_back(self, step: int) -> bool:
-        """Whether there is a checkpoint from before `step`."""
+    def can_roll_back(self, step: int) -> bool:
+        """Return whether there is a checkpoint from before `step`."""
 
-    def go_back(self, trouble: Trouble) -> RolledBack:
+    def roll_back(self, trouble: Trouble) -> RolledBack:
         """Load the newest whole checkpoint from before the trouble; leave out all batches from there up to
         that of its last step."""
 
@@ -119,13 +119,13 @@ class Rollbacks:
         trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
         reason = self._why_not(trouble) if self._job.spike_factor else ""
         if reason is None:
-            return self._checkpoints.go_back(trouble)
+            return self._checkpoints.roll_back(trouble)
         raise error if not reason else NonfiniteError(f"{error}; {reason}")
 
     def _after_spike(self, trouble: Trouble) -> RolledBack:
         reason = self._why_not(trouble)
         if reason is None:
-            return self._checkpoints.go_back(trouble)
+            return self._checkpoints.roll_back(trouble)
         raise UserError(
             f"{trouble.reason}; {reason}; lower optimizer.learning_rate (now "
             f"{self._job.optimizer.learning_rate}), raise optimizer.warmup, or raise spike_factor (now "
@@ -137,7 +137,7 @@ class Rollbacks:
         if self._checkpoints.num_rollbacks >= limit:
             times = "once" if limit == 1 else f"{limit} times"
             return f"the run has gone back to a checkpoint {times} (max_rollbacks={limit})"
-        if not self._checkpoints.can_go_back(trouble.first):
+        if not self._checkpoints.can_roll_back(trouble.first):
             return (
                 f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"
             )
@@ -145,7 +145,7 @@ class Rollbacks:
 
 
 class SkippedBatches(NamedTuple):
-    """What the file of a run says of its rollbacks; `events` are for metrics.jsonl, which may lack them."""
+    """The rollbacks in the file of a run; `events` are for metrics.jsonl, which may lack them."""
 
     rollbacks: int = 0
     skipped: tuple[Range, ...] = ()
@@ -163,7 +163,8 @@ class SkippedBatches(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "SkippedBatches":
-        """Of a run without the file: nothing. A UserError if it is not what a training has written."""
+        """Read the file of a run; without one, nothing was skipped. A UserError if it is not what a training
+        has written."""
         try:
             return cls.parse(parse_json(read_regular(path, MOST_BYTES))) if path.exists() else cls()
         except ValueError as error:  # also a UserError, of a file that cannot be read

@@ -116,7 +116,7 @@ class RunFolder:
         return str(self.about()["state"])
 
     def about(self) -> dict[str, Any]:
-        """What run.json says."""
+        """Return the entries of run.json."""
         about: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
         return about
 
@@ -167,7 +167,7 @@ PREEMPTED = "preempted"
 
 
 def read_about(path: Path) -> dict[str, Any] | None:
-    """What the run.json of a folder says; None if it cannot be read."""
+    """Return the entries of a folder's run.json; None if it cannot be read."""
     try:
         about = parse_json(read_regular(path / RUN_FILE, MOST_BYTES))
     except ValueError:  # also a UserError, of a file that cannot be read
@@ -176,7 +176,7 @@ def read_about(path: Path) -> dict[str, Any] | None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a folder is that of a run that --resume can go on with."""
+    """Return whether a folder is that of a run that --resume can go on with."""
     about = read_about(path) or {}
     return isinstance(about.get("job"), dict) and about.get("state") not in (None, FINISHED)
 

@@ -1,6 +1,6 @@
 """SIGTERM: all ranks stop after the same step, without a message per step.
 
-One rank may get the signal, or all. A thread of each rank looks into the store that ranks have met in:
+One rank may get the signal, or all. A thread of each rank watches the store of the process group:
 
     rank 1   SIGTERM, sets "asked"
     rank 0   sees it; has begun step 12, begins no other; sets "begun-0" = 12
@@ -51,7 +51,7 @@ class StopRequest:
         return cls(PrefixStore("echelon/stop", store), dist.get_rank(), dist.get_world_size())
 
     def may_begin(self, step: int) -> bool:
-        """Whether to train `step`; if not, the step before it is the last, on every rank."""
+        """Return whether to train `step`; if not, the step before it is the last, on every rank."""
         with self._lock:
             if not self._is_held:
                 self._begun = step
@@ -126,7 +126,7 @@ def on_sigterm(
 
 
 def _end_now() -> None:
-    """The launcher of a launched rank ends it; anybody else means this process."""
+    """The launcher of a launched rank ends it; in other processes a second signal ends this one."""
     if not is_launched_rank():
         os.write(2, b"echelon: a second SIGTERM ends this rank at once; the last whole checkpoint is there\n")
         os._exit(128 + signal.SIGTERM)

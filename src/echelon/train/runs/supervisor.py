@@ -58,7 +58,7 @@ def fit_job(job: Job) -> Job:
 
 
 def change(job: Job, fitted: Job) -> str:
-    """What is said of a plan that was changed."""
+    """Return the note about a plan that was changed."""
     return (
         f"elastic: {ranks_available()} {'ranks' if is_under_torchrun() else 'devices'} for the plan "
         f"'{job.plan}'; training with '{fitted.plan}', and the same global batch of {job.batch}"
@@ -96,7 +96,7 @@ def plans_for(plan: Plan, ranks: int, *, exactly: bool) -> Iterator[Plan]:
 
 @final
 class CopyRescue:
-    """Of a run whose ranks this process starts, while it has none."""
+    """Saves copies in memory of a run whose ranks this process starts, while it has none."""
 
     def __init__(self, job: Job, run: Run, memory: RunMemory) -> None:
         self._job, self._run, self._memory = job, run, memory
@@ -147,7 +147,7 @@ Fit = Callable[[Job], Job]  # the job for the devices that there are now
 
 def supervise(job: Job, run: Run, fit: Fit, sigterm: Sigterm) -> None:
     """Train to the end of the job; raises Preempted after SIGTERM, RankFailed after too many faults, or after
-    SIGTERM: then nobody knows whether ranks had saved."""
+    SIGTERM: then it is not known whether ranks had saved."""
     path = run.folder.path
     with memory_of_run(job, path) as memory:
         rescue = CopyRescue(job, run, memory)
