@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.engine import Engine, parallelize
-from echelon.engine.deferred_start import fill
+from echelon.engine.start import fill
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset

@@ -21,7 +21,7 @@ from echelon.data import (
     open_corpus,
     open_images,
 )
-from echelon.engine.step.measuring import Measure
+from echelon.engine.step.metrics import Measure
 from echelon.errors import UserError, did_you_mean
 from echelon.models import (
     ImageConfig,

@@ -203,9 +203,9 @@ def test_skipped_updates_leave_gates_as_they_are(skipped: bool | Tensor) -> None
     gate = gates_of(engine.module)[0]
     bias = gate.get_buffer("bias").clone()
     assert engine._balance is not None
-    engine._balance.after_step(skipped)
+    engine._balance.after_update(skipped)
     assert torch.equal(gate.get_buffer("bias"), bias)
-    engine._balance.after_step(torch.tensor(False))
+    engine._balance.after_update(torch.tensor(False))
     assert not torch.equal(gate.get_buffer("bias"), bias)
     engine.close()
 

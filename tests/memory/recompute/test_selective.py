@@ -41,7 +41,6 @@ def measure(
     module.zero_grad()
     storages = {"parameters": list(module.parameters()), "gradients": [], "optimizer": [], "buffers": []}
     meter = Meter(module, lambda: storages)
-    meter.start_step()
     with meter.activations(), selective() if recompute else nullcontext():
         loss = compute()
     kept = meter.read().now["activations"]
