@@ -194,9 +194,6 @@ def test_bad_functions_are_explained() -> None:
 transformers = pytest.importorskip("transformers")
 
 
-CPU = torch.device("cpu")
-
-
 def small_llama() -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
