@@ -31,6 +31,7 @@ from echelon.nn.autograd.second_run import once
 from echelon.nn.batch import tensors_of
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
+from echelon.parallel.observer import Observers, StepObserver
 from echelon.plan import Plan
 
 
@@ -262,13 +263,13 @@ class CompressedCalls(TorchFunctionMode):
 
 
 def compress_layers(
-    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping
-) -> "CompressionReport | None":
+    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping, observers: Observers
+) -> None:
     """If the plan says so, let the layers that the stages list encode what they save; a model that lists
-    none, as a whole. Returns who says, on rank 0, that there was nothing to encode."""
+    none, as a whole. Rank 0 says if there was nothing to encode."""
     _unwrap_earlier(stages)
     if mesh.plan.compress == "none":
-        return None
+        return
     compression = Compression.of(mesh.plan.compress)
     for stage in stages:
         inside = list(stage.modules())
@@ -278,7 +279,8 @@ def compress_layers(
         for layer in dict.fromkeys(listed or [stage]):
             if not can_compress(layer):
                 wrapping.wrap(CompressedLayer(layer, compression))
-    return CompressionReport(compression, mesh.plan, mesh.device) if mesh.rank == 0 else None
+    if mesh.rank == 0:
+        observers.add(CompressionReport(compression, mesh.plan, mesh.device))
 
 
 def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
@@ -291,7 +293,7 @@ def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
 
 
 @final
-class CompressionReport:
+class CompressionReport(StepObserver):
     """Warns at the end of the first step if nothing was found to encode."""
 
     def __init__(self, compression: Compression, plan: Plan, device: torch.device) -> None:

@@ -15,7 +15,7 @@ shapes of the largest one, for which all of them choose.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -27,6 +27,7 @@ from echelon.memory.recompute.budget import LayerCost, Segments, StageCosts, cho
 from echelon.memory.recompute.measured_layers import LayerInput, LayerMeasurement, SavedBytes
 from echelon.memory.recompute.segment import LayerRuns, RecomputedLayer, SegmentSettings
 from echelon.memory.storages import weight_storages
+from echelon.parallel.observer import ForwardPass, StepObserver
 
 Agree = Callable[[Sequence[float]], list[float]]
 Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage is called with
@@ -247,17 +248,28 @@ def _is_no_larger(shapes: Shapes, others: Shapes) -> bool:
 
 
 @final
-class RankBudget:
-    """The budget of a rank, and its stages."""
+class RankBudget(StepObserver):
+    """The budget of a rank, and its stages by number, each with its module."""
 
-    def __init__(self, settings: BudgetSettings, stages: Sequence[BudgetedStage], plan: str) -> None:
-        self._settings, self._stages, self._plan = settings, list(stages), plan
+    def __init__(
+        self, settings: BudgetSettings, stages: Mapping[int, tuple[BudgetedStage, nn.Module]], plan: str
+    ) -> None:
+        self._settings, self._by_number, self._plan = settings, stages, plan
+        self._stages = [stage for stage, _ in stages.values()]
         self._costs: dict[BudgetedStage, StageCosts] = {}  # of the newest shapes
         self._measured: dict[BudgetedStage, Segments] = {}  # the segments in which they were measured
         self._error: UserError | None = None
         self._is_first = True
 
-    def finish_step(self) -> None:
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        stage, module = self._by_number[forward.slot[0]]
+        return stage.during_forward(module, forward.value)
+
+    def around_loss(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        stage, _ = self._by_number[forward.slot[0]]
+        return stage.during_loss()
+
+    def after_passes(self) -> None:
         """The passes of a step are over: choose for the shapes that it has measured. Ranks that run the same
         segments call this together."""
         measured = [(stage, each) for stage in self._stages for each in stage.measured.values()]
@@ -295,7 +307,7 @@ class RankBudget:
         else:  # ranks of other stages go on, and would wait
             warnings.warn(f"{message}; this batch takes as little as it can", stacklevel=2)
 
-    def check(self) -> None:
+    def check_first_step(self) -> None:
         """Raise if the first step has shown that the budget is too small."""
         error, self._error = self._error, None
         if error is not None:
