@@ -29,10 +29,9 @@ class Stage:
         self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
         self._iterated = iterated_modules(module)
         self._num_forwards = 0  # in this step
-        # Opened around the first forward pass of a training, if somebody wants to see what it does.
+        # Opened around the first forward pass of a training, to watch what it does.
         self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
-        # Around every forward pass, with its input, and around the loss, if somebody wants to see what
-        # they save.
+        # Around every forward pass, with its input, and around the loss, to watch what they save.
         self.during_forward: Callable[[Any], AbstractContextManager[None]] = _no_context
         self.during_loss: Callable[[], AbstractContextManager[None]] = nullcontext
         # When the passes of a step are over; ranks of the stage may communicate.
@@ -45,15 +44,11 @@ class Stage:
 
     @property
     def lockstep(self) -> bool:
-        """Whether replicas talk during every microbatch, so that each must run the same number of them."""
+        """Return whether replicas communicate in every microbatch: each must run the same number of them."""
         return any(sharing.lockstep for sharing in self.sharings)
 
     def start_step(self) -> None:
         self._num_forwards = 0
-
-    def hold_iterations(self) -> None:
-        """Forward passes before the next step iterate nothing."""
-        self._num_forwards = 1
 
     def forward(self, value: Any) -> Any:
         self._num_forwards += 1
@@ -106,7 +101,7 @@ class Stage:
             yield
 
     def abandon_pass(self) -> None:
-        """A pass has raised, and nobody runs the stage any more."""
+        """A pass has raised, and the stage does not run any more."""
         for sharing in self.sharings:
             sharing.abandon_pass()
 
