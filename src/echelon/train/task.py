@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from echelon.engine.step.measuring import Measure
+from echelon.engine.step.metrics import Measure
 from echelon.models import ImageConfig, ModelConfig
 
 

@@ -9,10 +9,9 @@ No layer runs twice. The same operations run on the same arguments, so gradients
 What a call needs is kept anyway, or made by another call, or small; else its output is kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ from echelon.memory.recompute.selective_operations import (
 )
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, is_recorded
 from echelon.nn.autograd.saved_tensors import replace as replace_saved
+from echelon.parallel.observer import ForwardPass, StepObserver
 from echelon.plan import Plan
 
 _SMALL = 16  # an argument that is so many times smaller than what is saved is held rather than computed
@@ -44,11 +44,15 @@ _SMALLEST = 1024  # bytes: below, the time of the host counts for more than the 
 _free_reference = torch.UntypedStorage._free_weak_ref
 
 
-def selective_of(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
-    """What a plan puts around every forward pass."""
-    if plan.recompute != "selective":
-        return nullcontext
-    return partial(selective, frees_weights=plan.frees_weights)
+@final
+class SelectiveRecompute(StepObserver):
+    """Is around every forward pass and its loss."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._frees_weights = plan.frees_weights
+
+    def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:  # noqa: ARG002
+        return selective(frees_weights=self._frees_weights) if torch.is_grad_enabled() else None
 
 
 @contextmanager

@@ -214,8 +214,8 @@ def _average(group: ParamGroup, entries: Sequence[Entry], sums: StatisticsBuffer
 
 
 def _counted(entries: Sequence[Entry]) -> Tensor:
-    """The number of each parameter's update. One that was refused counts none: then it may be the first."""
-    return torch.stack([entry.state["step"] for entry in entries]).clamp(min=1.0)
+    """The number of each parameter's update: 0 if all were refused, this one too."""
+    return torch.stack([entry.state["step"] for entry in entries])
 
 
 def _second_moments(group: ParamGroup, entry: Entry) -> list[Tensor]:

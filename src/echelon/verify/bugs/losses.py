@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.engine import Engine
-from echelon.engine.step.runtime import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime import MicrobatchLoss
 from echelon.nn.losses import IGNORED_TARGET
 from echelon.verify.bugs.alterations import Message, alter, lose, replace_method, then
 
@@ -15,9 +15,9 @@ from echelon.verify.bugs.alterations import Message, alter, lose, replace_method
 def take_mean_of_means(engine: Engine) -> bool:
     """Each loss is divided by its own count, and the sum by how many losses there are."""
 
-    def make(loss: Callable[[Any, Microbatch], MicrobatchLoss]) -> Callable[..., MicrobatchLoss]:
-        def mean_loss(output: Any, microbatch: Microbatch) -> MicrobatchLoss:
-            total, count, normaliser = loss(output, microbatch)
+    def make(loss: Callable[..., MicrobatchLoss]) -> Callable[..., MicrobatchLoss]:
+        def mean_loss(*args: Any) -> MicrobatchLoss:
+            total, count, normaliser = loss(*args)
             count = torch.as_tensor(count)
             return MicrobatchLoss(
                 total / torch.where(count == 0, 1, count), (count != 0).double(), normaliser
@@ -25,7 +25,7 @@ def take_mean_of_means(engine: Engine) -> bool:
 
         return mean_loss
 
-    replace_method(engine._runner, "loss", make)
+    replace_method(engine._runner.losses, "of", make)
     return True
 
 
@@ -65,7 +65,7 @@ def keep_statistics(engine: Engine) -> bool:
 def multiply_auxiliary(engine: Engine) -> bool:
     """The gradient of an auxiliary loss, which is one of the global batch, is added by each replica."""
     balance = engine._balance
-    if balance is None or not balance.is_early:
+    if balance is None or not balance.has_loss:
         return False
     replace_method(balance, "gradient", lambda gradient: lambda *given: gradient(*given) * engine.replicas)
     return True

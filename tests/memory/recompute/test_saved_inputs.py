@@ -1,4 +1,4 @@
-"""Checkpoints in one preallocated memory: where they lie, when a slot is free, and the same training."""
+"""SavedInputs in one preallocated memory: where they lie, when a slot is free, and the same training."""
 
 import doctest
 from collections.abc import Callable
@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.launching import Ranks
-from echelon.memory.recompute import ContiguousCheckpoints, WholeCheckpoints
-from echelon.memory.recompute import contiguous as slots
-from echelon.memory.recompute.checkpoints import ArgumentName
-from echelon.memory.recompute.contiguous import Slots
+from echelon.memory.recompute import saved_inputs
+from echelon.memory.recompute.saved_inputs import ArgumentName, ContiguousInputs, Slots, WholeInputs
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.verify import assert_equal
 from tests.memory.recompute.chains import assert_same, recompute, settings, train, vectors
@@ -23,7 +21,7 @@ ARGUMENT = ArgumentName("layer 0", 0)
 
 
 def test_the_example_of_slots() -> None:
-    result = doctest.testmod(slots)
+    result = doctest.testmod(saved_inputs)
     assert result.failed == 0
     assert result.attempted > 0
 
@@ -45,8 +43,8 @@ def test_slots_never_overlap_and_the_first_gap_is_used() -> None:
     assert free.size <= 2 * sum(-(-size // 256) * 256 for size in taken.values()) + 300 * 256
 
 
-def arena() -> ContiguousCheckpoints:
-    return ContiguousCheckpoints(torch.device("cpu"), WholeCheckpoints())
+def arena() -> ContiguousInputs:
+    return ContiguousInputs(torch.device("cpu"), WholeInputs())
 
 
 def hidden(value: float, samples: int = 4) -> Tensor:
@@ -54,42 +52,42 @@ def hidden(value: float, samples: int = 4) -> Tensor:
 
 
 def test_the_first_step_finds_the_size_and_later_ones_use_it() -> None:
-    checkpoints = arena()
+    inputs = arena()
     places: list[list[int]] = []
     for _ in range(3):
-        kept = [checkpoints.keep(hidden(value), None, ARGUMENT) for value in range(3)]
+        kept = [inputs.keep(hidden(value), None, ARGUMENT) for value in range(3)]
         assert [float(each.take()[0, 0]) for each in kept] == [0.0, 1.0, 2.0]
-        places.append([each.take().data_ptr() - checkpoints.memory.data_ptr() for each in kept])
+        places.append([each.take().data_ptr() - inputs.memory.data_ptr() for each in kept])
         del kept
-        checkpoints.finish_step()
-    assert len(checkpoints.memory) == 3 * 256
+        inputs.after_passes()
+    assert len(inputs.memory) == 3 * 256
     assert places[1] == places[2] == [0, 256, 512]
 
 
 def test_a_slot_is_taken_while_any_tensor_lies_in_it() -> None:
-    checkpoints = arena()
+    inputs = arena()
     for _ in range(2):
-        kept = checkpoints.keep(hidden(1.0), None, ARGUMENT)
+        kept = inputs.keep(hidden(1.0), None, ARGUMENT)
         inside = kept.take().detach()[1:2]
         del kept
-        other = checkpoints.keep(hidden(2.0), None, ARGUMENT)
+        other = inputs.keep(hidden(2.0), None, ARGUMENT)
         assert inside.tolist() == [[1.0] * 16], "the first one's slot is not free"
         del inside, other
-        checkpoints.finish_step()
-    before = checkpoints.keep(hidden(3.0), None, ARGUMENT).take().data_ptr()
-    assert checkpoints.keep(hidden(4.0), None, ARGUMENT).take().data_ptr() == before, "now it is"
+        inputs.after_passes()
+    before = inputs.keep(hidden(3.0), None, ARGUMENT).take().data_ptr()
+    assert inputs.keep(hidden(4.0), None, ARGUMENT).take().data_ptr() == before, "now it is"
 
 
 def test_larger_batches_take_other_memory_until_the_next_step() -> None:
-    checkpoints = arena()
+    inputs = arena()
     for samples in (4, 4, 40, 40):
-        kept = checkpoints.keep(hidden(1.0, samples), None, ARGUMENT)
+        kept = inputs.keep(hidden(1.0, samples), None, ARGUMENT)
         assert kept.take().shape == (samples, 16)
         del kept
-        checkpoints.finish_step()
-    assert len(checkpoints.memory) == 40 * 16 * 4
-    place = checkpoints.keep(hidden(1.0, 40), None, ARGUMENT).take()
-    assert place.data_ptr() == checkpoints.memory.data_ptr()
+        inputs.after_passes()
+    assert len(inputs.memory) == 40 * 16 * 4
+    place = inputs.keep(hidden(1.0, 40), None, ARGUMENT).take()
+    assert place.data_ptr() == inputs.memory.data_ptr()
 
 
 def test_strides_are_kept() -> None:
@@ -102,15 +100,15 @@ def mlp() -> nn.Sequential:
 
 
 def test_gradients_are_the_same_to_the_last_bit() -> None:
-    shared = settings()._replace(checkpoints=arena())
+    shared = settings()._replace(inputs=arena())
     assert_same(train(mlp, [1, 2, 1], shared=shared), train(mlp, []))
 
 
 def test_a_microbatch_that_goes_forward_does_not_write_into_one_that_waits() -> None:
-    checkpoints = arena()
+    inputs = arena()
     torch.manual_seed(0)
     model = mlp().double()
-    recompute(list(model), [1, 1, 1, 1], settings()._replace(checkpoints=checkpoints))
+    recompute(list(model), [1, 1, 1, 1], settings()._replace(inputs=inputs))
     for _ in range(2):
         model.zero_grad()
         first, second = (model(vectors(number)).square().sum() for number in range(2))
@@ -118,7 +116,7 @@ def test_a_microbatch_that_goes_forward_does_not_write_into_one_that_waits() -> 
         third = model(vectors(2)).square().sum()
         second.backward()
         third.backward()
-        checkpoints.finish_step()
+        inputs.after_passes()
     gradients = [p.grad for p in model.parameters()]
     torch.manual_seed(0)
     plain = mlp().double()

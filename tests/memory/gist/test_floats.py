@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.memory.gist import bits, floats, sparse
+from echelon.memory.gist import floats, packing, sparse
 
 # The largest relative error of a number that is far from the smallest ones of its format.
 ERRORS = {"fp16": 2.0**-11, "fp10": 2.0**-5 * 1.02, "fp8": 2.0**-4}
@@ -14,14 +14,14 @@ ERRORS = {"fp16": 2.0**-11, "fp10": 2.0**-5 * 1.02, "fp8": 2.0**-4}
 @pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 1000])
 def test_bits_come_back(width: int, num: int) -> None:
     codes = torch.randint(2**width, (num,), dtype=torch.uint8)
-    packed = bits.pack(codes, width)
+    packed = packing.pack(codes, width)
     assert len(packed) == -(-num * width // 8)
-    assert torch.equal(bits.unpack(packed, width, num), codes)
+    assert torch.equal(packing.unpack(packed, width, num), codes)
 
 
 def test_bits_lie_as_documented() -> None:
-    assert bits.pack(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1]), 1).tolist() == [0b10000110]
-    assert bits.pack(torch.tensor([3, 15, 1]), 4).tolist() == [0b11110011, 1]
+    assert packing.pack(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1]), 1).tolist() == [0b10000110]
+    assert packing.pack(torch.tensor([3, 15, 1]), 4).tolist() == [0b11110011, 1]
 
 
 def with_density(num: int, density: float, dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.engine.step import upload
-from echelon.engine.step.upload import Upload, to_device
+from echelon.engine.step import feed
+from echelon.engine.step.feed import Upload, to_device
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def test_only_memory_of_the_user_s_is_awaited(monkeypatch: pytest.MonkeyPatch) -
             self.calls.append("synchronize")
 
     events: list[Event] = []
-    monkeypatch.setattr(upload.torch.cuda, "Event", Event)
+    monkeypatch.setattr(feed.torch.cuda, "Event", Event)
     leaf = torch.ones(2).as_subclass(Copied)
     for leaf.calls, device in (([], "cuda"), ([("pinned",)], "cpu"), ([("pinned",)], "cuda")):
         Upload((leaf, torch.ones(2)), torch.device(device)).wait()

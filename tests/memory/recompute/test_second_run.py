@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.memory.recompute.surroundings import _Autocast, _Modes
+from echelon.memory.recompute.second_run import _Autocast, _Modes
 
 
 def test_modes_of_the_first_run_and_back() -> None:

@@ -1,18 +1,19 @@
 """The step runner of PipeDream schedules, whose pipeline stays full between steps."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, final
+from collections.abc import Mapping
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from echelon.collectives.agreement import check_on_every_rank
-from echelon.engine.step.runtime import Microbatch, Script, Slot, Versions
-from echelon.engine.step.step_runner import StepRunner
+from echelon.engine.step.runner import StepRunner
+from echelon.engine.step.runtime import Script, Versions
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
+from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.stage import LocalStages
 from echelon.program import Program, build
 from echelon.program.build import continuous_steps
 from echelon.update.numbers import Number, StepNumbers
@@ -37,10 +38,12 @@ class ContinuousRunner(StepRunner):
         self._refusal: UserError | None = None
         self._program_of = continuous_steps(self._mesh.plan)
         self._update.start_step()
+        self.observers.add(_FirstOfUpdate(self._local))
         self._versions = Versions(self._local.modules, self._local.reallocate)
         return self._versions
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
+        self.observers.tell("before_step")
         feed = self._training_feed(batch, step, begin=self._taken)
         begin, self._taken = self._taken, self._taken + len(feed)
         tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
@@ -105,22 +108,14 @@ class ContinuousRunner(StepRunner):
     def storages(self) -> list[Tensor]:
         return self._versions.storages()
 
-    @contextmanager
-    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> Iterator[None]:
-        for stage in self._local.stages.values():  # every microbatch is the first of an update
-            stage.start_step()
-        with super().around(microbatch, slot, value):
-            yield
-
     def update(self) -> None:
         self._update.set_learning_rate(self._updates // self._mesh.plan.updates_per_step)
         self._update.number = self._updates
-        for stage in self._local.stages.values():
-            stage.finish_passes()
-            try:
-                stage.check_second_runs()
-            except UserError as error:
-                self._refusal = self._refusal or error
+        self.observers.tell("after_passes")
+        try:
+            self.observers.tell("check_first_step")
+        except UserError as error:
+            self._refusal = self._refusal or error
         super().update()
         self._updates += 1
 
@@ -131,6 +126,18 @@ class ContinuousRunner(StepRunner):
         with _unsafe_preserve_version_counter(buffers):
             super().publish()
         self._update.start_step()
+
+
+@final
+class _FirstOfUpdate(StepObserver):
+    """Every microbatch is the first of an update: each iterates, as the first one of a flushed step does."""
+
+    def __init__(self, local: LocalStages) -> None:
+        self._local = local
+
+    def around_pass(self, forward: ForwardPass) -> None:  # noqa: ARG002
+        for stage in self._local.stages.values():
+            stage.start_step()
 
 
 def _as_row(number: Number, like: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.memory.gist import CompressedModule, backend
+from echelon.memory.gist import backend
+from echelon.memory.gist.compression import Fresh, Maker
 from echelon.memory.gist.floats import Parts
-from echelon.memory.gist.fresh import Fresh, Maker
+from echelon.memory.gist.functions import CompressedModule
 from echelon.nn.wrapping import find_wrapper
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 

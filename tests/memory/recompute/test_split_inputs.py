@@ -1,4 +1,4 @@
-"""Checkpoints in parts over tensor ranks: 1/t of the bytes, and the same training."""
+"""SavedInputs in parts over tensor ranks: 1/t of the bytes, and the same training."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,13 @@ from torch.nn import functional as F
 from echelon.collectives import Ledger, group_over
 from echelon.launching import Ranks
 from echelon.memory import Meter
-from echelon.memory.recompute import ContiguousCheckpoints, SplitCheckpoints, WholeCheckpoints
-from echelon.memory.recompute.checkpoints import ArgumentName, Checkpoints
+from echelon.memory.recompute.saved_inputs import (
+    ArgumentName,
+    ContiguousInputs,
+    SavedInputs,
+    SplitInputs,
+    WholeInputs,
+)
 from echelon.verify import assert_equal
 from tests.memory.recompute.chains import recompute, settings
 from tests.parallel.tensor.models import language_case
@@ -34,12 +39,12 @@ def checkpoint_bytes(kind: str, samples: int) -> tuple[int, int, list[Tensor]]:
     group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4))).double()
-    checkpoints: Checkpoints = WholeCheckpoints()
+    inputs: SavedInputs = WholeInputs()
     if "contiguous" in kind:
-        checkpoints = ContiguousCheckpoints(torch.device("cpu"), checkpoints)
+        inputs = ContiguousInputs(torch.device("cpu"), inputs)
     if "split" in kind:
-        checkpoints = SplitCheckpoints(group, checkpoints)
-    recompute(list(model), [1, 1, 1, 1], settings()._replace(checkpoints=checkpoints))
+        inputs = SplitInputs(group, inputs)
+    recompute(list(model), [1, 1, 1, 1], settings()._replace(inputs=inputs))
     meter = Meter(model, lambda: {key: [] for key in ("parameters", "gradients", "optimizer", "buffers")})
     x = torch.randn(samples, 8, dtype=torch.float64, requires_grad=True)
     with meter.activations():
@@ -65,11 +70,11 @@ def test_each_rank_keeps_its_part_and_gathers_the_rest(warm_ranks: Warm, samples
 def taken_of_different() -> tuple[Tensor, bool]:
     """What a rank gets back of a tensor that other ranks do not have."""
     group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
-    checkpoints = SplitCheckpoints(group, WholeCheckpoints())
+    inputs = SplitInputs(group, WholeInputs())
     tensor = torch.full((4,), float(group.rank), requires_grad=True)
     argument = ArgumentName("layer 0", 0)
-    is_whole = checkpoints.keeps_memory(tensor, argument)
-    return checkpoints.keep(tensor, None, argument).take(), is_whole
+    is_whole = inputs.keeps_memory(tensor, argument)
+    return inputs.keep(tensor, None, argument).take(), is_whole
 
 
 def test_what_ranks_do_not_hold_alike_stays_whole(warm_ranks: Warm) -> None:
@@ -81,12 +86,10 @@ def test_what_ranks_do_not_hold_alike_stays_whole(warm_ranks: Warm) -> None:
 def taken_after_zeros(*, is_own: bool) -> list[tuple[Tensor, bool]]:
     """Zeros on all ranks in the first call; then other values, which are each rank's own or the same."""
     group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
-    checkpoints, argument = SplitCheckpoints(group, WholeCheckpoints()), ArgumentName("layer 0", 0)
+    inputs, argument = SplitInputs(group, WholeInputs()), ArgumentName("layer 0", 0)
     values = torch.arange(1.0, 5.0) * (1 + group.rank * is_own)
     tensors = [each.requires_grad_() for each in (torch.zeros(4), values)]
-    return [
-        (checkpoints.keep(t, None, argument).take(), checkpoints.keeps_memory(t, argument)) for t in tensors
-    ]
+    return [(inputs.keep(t, None, argument).take(), inputs.keeps_memory(t, argument)) for t in tensors]
 
 
 @pytest.mark.parametrize("is_own", [True, False])
