@@ -1,6 +1,6 @@
 """SIGTERM: all ranks stop after the same step, without a message per step.
 
-One rank may get the signal, or all. A thread of each rank looks into the store that ranks have met in:
+One rank may get the signal, or all. A thread of each rank watches the store of the process group:
 
     rank 1   SIGTERM, sets "asked"
     rank 0   sees it; has begun step 12, begins no other; sets "begun-0" = 12
@@ -8,15 +8,15 @@ One rank may get the signal, or all. A thread of each rank looks into the store 
     rank 0   reads all of these, sets "last" = 13
     all      train up to step 13, save, and end
 
-Threads answer while training waits for another rank, so nobody waits in vain.
+Threads answer while training waits for another rank, so no rank waits in vain.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import final
@@ -24,7 +24,7 @@ from typing import final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked so
 
-from echelon.launching import is_launched_rank
+from echelon.launching import Ranks, is_launched_rank
 
 _PERIOD_SECONDS = 0.2
 _AGREE_SECONDS = 15.0  # for the threads of all ranks to answer; if one does not, it is gone
@@ -51,7 +51,7 @@ class StopRequest:
         return cls(PrefixStore("echelon/stop", store), dist.get_rank(), dist.get_world_size())
 
     def may_begin(self, step: int) -> bool:
-        """Whether to train `step`; if not, the step before it is the last, on every rank."""
+        """Return whether to train `step`; if not, the step before it is the last, on every rank."""
         with self._lock:
             if not self._is_held:
                 self._begun = step
@@ -126,7 +126,55 @@ def on_sigterm(
 
 
 def _end_now() -> None:
-    """The launcher of a launched rank ends it; anybody else means this process."""
+    """The launcher of a launched rank ends it; in other processes a second signal ends this one."""
     if not is_launched_rank():
         os.write(2, b"echelon: a second SIGTERM ends this rank at once; the last whole checkpoint is there\n")
         os._exit(128 + signal.SIGTERM)
+
+
+@final
+class Sigterm:
+    """SIGTERM goes on to the ranks, when all of them handle it; another one, later, is what it was before."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self.is_forwarded = False  # to all ranks: they have begun, and save
+        self.is_answered = False  # all is saved: another one has nothing to end
+        self._ranks: Ranks | None = None
+        self._listeners: set[int] = set()
+
+    def __enter__(self) -> "Sigterm":
+        self._is_heard = threading.current_thread() is threading.main_thread()
+        if self._is_heard:
+            self._before = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, on_sigterm(self._forward, self._give_back))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_heard:
+            signal.signal(signal.SIGTERM, self._before)
+
+    @contextmanager
+    def forwarded_to(self, ranks: Ranks) -> Iterator[None]:
+        self._ranks, self._listeners = ranks, set()
+        try:
+            yield
+        finally:
+            self._ranks = None
+
+    def add_listener(self, rank: int) -> None:
+        """From now on this rank handles the signal, which may have come before."""
+        self._listeners.add(rank)
+        if self.came:
+            self._forward()
+
+    def _forward(self) -> None:
+        self.came = True
+        if self._ranks is not None and len(self._listeners) == self._ranks.size:
+            self.is_forwarded = True
+            self._ranks.send_signal(signal.SIGTERM)
+
+    def _give_back(self) -> None:
+        if not self.is_answered:
+            signal.signal(signal.SIGTERM, self._before)
+            signal.raise_signal(signal.SIGTERM)

@@ -1,16 +1,19 @@
-"""Whether a job's weights, gradients and optimizer fit into memory: arithmetic, before anything is allocated.
+"""The limits of this machine for a job: as many ranks as its plan has, and their weights in host memory.
 
-The numbers are what a rank cannot do without. Activations, buffers and the process itself come on top, so a
-job that passes may still be too large, but one that is refused cannot run.
+The memory is what a rank cannot do without, by arithmetic, before anything is allocated. Activations, buffers
+and the process itself come on top, so a job that passes may still be too large, but one that is refused
+cannot run.
 """
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from echelon.errors import UserError
 from echelon.hardware import available_memory
+from echelon.launching.torchrun import is_under_torchrun
 from echelon.models import (
     ImageConfig,
     ModelConfig,
@@ -27,11 +30,63 @@ from echelon.quantities import show_bytes
 if TYPE_CHECKING:
     from echelon.train.jobs.job import Job, OptimizerJob
 
+RANKS_PER_CORE = 64  # more processes only fill the machine
+
+
+def rank_error(plan: Plan) -> str | None:
+    """Why the ranks of `plan` are not those that are running, or too many to start."""
+    return _error_under_torchrun(plan) if is_under_torchrun() else _error_here(plan)
+
+
+def ranks_on_this_host(ranks: int) -> int:
+    """Return how many of `ranks` ranks run on this machine; at least 1, where the launcher does not say."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if is_under_torchrun() else ranks
+
+
+def most_ranks_here() -> int:
+    return RANKS_PER_CORE * (os.cpu_count() or 1)
+
+
+def _error_here(plan: Plan) -> str | None:
+    most = most_ranks_here()
+    if plan.pipeline == AUTO or plan.ranks <= most:
+        return None
+    return (
+        f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({os.cpu_count() or 1} cores) starts at "
+        f"most {most}; use fewer ranks, start them on several machines with torchrun, or add --elastic, "
+        "which shrinks data= to what fits"
+    )
+
+
+def _error_under_torchrun(plan: Plan) -> str | None:
+    running = int(os.environ["WORLD_SIZE"])
+    others = plan.data * plan.tensor * plan.context
+    if plan.pipeline == AUTO and running % others:
+        return (
+            f"plan '{plan}': torchrun started {running} ranks, and the pipeline takes what data × tensor × "
+            f"context = {others} leaves; start a multiple of {others}"
+        )
+    if plan.pipeline == AUTO or plan.ranks == running:
+        return None
+    return (
+        f"plan '{plan}': needs {plan.ranks} ranks, but torchrun started {running}; start torchrun with "
+        f"{plan.ranks} processes in total, or change the plan{_elastic_fix(plan, running)}"
+    )
+
+
+def _elastic_fix(plan: Plan, running: int) -> str:
+    """With fewer ranks than the plan has, another way out."""
+    others = plan.ranks // plan.data
+    if running >= plan.ranks or running % others:
+        return ""
+    return f"; or add --elastic, which trains with data={running // others} and the same global batch"
+
+
 _STATES = {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}  # tensors of optimizer state per weight
 
 
 class RankBytes(NamedTuple):
-    """What one rank holds between steps, on average over the stages."""
+    """Return the bytes that one rank holds between steps, on average over the stages."""
 
     weights: float
     gradients: float
@@ -47,7 +102,7 @@ class RankBytes(NamedTuple):
 
 
 def num_states(optimizer: "OptimizerJob") -> int:
-    """How many tensors of state the optimizer keeps for each weight."""
+    """Return the number of state tensors that the optimizer keeps for each weight."""
     is_momentum = optimizer.name in ("sgd", "sm3")
     return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
 
@@ -65,7 +120,7 @@ def rank_bytes(parameters: int, plan: Plan, states: int, routed: int = 0) -> Ran
 
 
 def _even_bytes(parameters: float, plan: Plan, states: int, expert: int) -> RankBytes:
-    """Of parameters that all replicas hold, or every `expert`-th of them."""
+    """Return the bytes for parameters that all replicas hold, or every `expert`-th of them."""
     size = DTYPES[plan.precision].itemsize
     if plan.pipeline == AUTO:  # every rank measures the whole model first
         return RankBytes(parameters * size, 0, 0)
@@ -111,7 +166,7 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
 
 
 def state_bytes(job: "Job", config: ModelConfig | ImageConfig) -> float:
-    """What a rank must keep to go on, at least: weights and the optimizer's state."""
+    """Return the bytes that a rank must keep to go on, at least: weights and the optimizer's state."""
     needed = _needed(job, config, Plan.parse(job.plan))
     return needed.weights + needed.optimizer
 
@@ -122,7 +177,7 @@ def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBy
 
 
 def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
-    """What fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
+    """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
     for zero in range(plan.zero + 1, 4):
         sharded = _with_zero(plan, zero)

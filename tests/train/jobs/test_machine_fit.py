@@ -1,5 +1,6 @@
-"""A job that cannot fit is refused with its numbers, by arithmetic alone."""
+"""Jobs that this machine cannot run are refused: too many ranks, or too little memory."""
 
+import os
 import time
 from typing import NamedTuple
 
@@ -9,16 +10,55 @@ import torch
 from echelon.errors import UserError
 from echelon.models import preset
 from echelon.plan import Plan
-from echelon.train.jobs import memory_fit
+from echelon.train.jobs import machine_fit
 from echelon.train.jobs.job import Job, ModelJob, OptimizerJob
 from echelon.train.jobs.job_rules import job_errors
-from echelon.train.jobs.memory_fit import (
+from echelon.train.jobs.machine_fit import (
+    RANKS_PER_CORE,
     RankBytes,
     host_memory_errors,
     num_states,
     rank_bytes,
+    rank_error,
+    ranks_on_this_host,
     refuse_small_device,
 )
+
+
+def test_too_many_ranks_for_this_machine() -> None:
+    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    assert rank_error(Plan(data=most)) is None
+    assert f"needs {most + 1} ranks, but this machine" in str(rank_error(Plan(data=most + 1)))
+    assert rank_error(Plan.parse("pipeline=auto")) is None
+
+
+def test_torchrun_must_have_started_the_plans_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every rank started, and said so with a traceback of its own.
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert rank_error(Plan(data=4)) is None
+    assert rank_error(Plan(data=2)) == (
+        "plan 'data=2': needs 2 ranks, but torchrun started 4; start torchrun with 2 processes in total, or "
+        "change the plan"
+    )
+    assert rank_error(Plan(data=6, pipeline=2)) == (
+        "plan 'data=6 pipeline=2': needs 12 ranks, but torchrun started 4; start torchrun with 12 processes "
+        "in total, or change the plan; or add --elastic, which trains with data=2 and the same global batch"
+    )
+    assert "--elastic" not in (rank_error(Plan(data=6, pipeline=3)) or ""), "4 ranks are no 3 stages"
+    assert rank_error(Plan.parse("pipeline=auto data=2")) is None
+    assert "start a multiple of 3" in str(rank_error(Plan.parse("pipeline=auto data=3")))
+
+
+def test_the_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks_on_this_host(8) == 8
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert ranks_on_this_host(8) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert ranks_on_this_host(8) == 4
+
 
 GB = 10**9
 
@@ -51,7 +91,7 @@ def test_the_states_of_optimizers() -> None:
 
 def test_a_model_far_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # gpt-175b on 23 GB sat silent for a minute, and then the machine ended it.
-    monkeypatch.setattr(memory_fit, "available_memory", lambda: 23 * 2**30)
+    monkeypatch.setattr(machine_fit, "available_memory", lambda: 23 * 2**30)
     began = time.process_time()
     (error,) = job_errors(Job(model=ModelJob(preset="gpt-175b"), plan="data=2 zero=3", batch=2, sequence=128))
     assert time.process_time() - began < 5
@@ -72,7 +112,7 @@ def test_the_fix_is_the_least_sharding_that_fits(monkeypatch: pytest.MonkeyPatch
         (0.51, "zero=3"),
         (0.4, "smaller model"),
     ):
-        monkeypatch.setattr(memory_fit, "available_memory", lambda share=share: 2 * share * whole)
+        monkeypatch.setattr(machine_fit, "available_memory", lambda share=share: 2 * share * whole)
         (error,) = host_memory_errors(job, config, Plan.parse("data=2"), 2)
         assert fix in error
 
@@ -81,9 +121,9 @@ def test_where_it_fits_or_nobody_knows_nothing_is_refused(monkeypatch: pytest.Mo
     config, plan = preset("gpt-small"), Plan.parse("data=2")
     needed = int(rank_bytes(config.num_parameters, plan, 2).total)
     for free in (None, 2 * needed):
-        monkeypatch.setattr(memory_fit, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(machine_fit, "available_memory", lambda free=free: free)
         assert host_memory_errors(Job(), config, plan, 2) == []
-    monkeypatch.setattr(memory_fit, "available_memory", lambda: 0)
+    monkeypatch.setattr(machine_fit, "available_memory", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert host_memory_errors(Job(), config, plan, 2) == [], "the GPUs hold it"
     assert host_memory_errors(Job(), config, plan, 3), "ranks that share GPUs compute on the CPU"

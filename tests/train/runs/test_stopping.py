@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from echelon.train.runs.stop_request import StopRequest, on_sigterm
+from echelon.train.runs.stopping import StopRequest, on_sigterm
 
 
 def train_until_stopped(stop: StopRequest, barrier: threading.Barrier, asks_at: int | None) -> int:
@@ -86,7 +86,7 @@ def test_a_signal_asks(tmp_path: Path) -> None:
 
 def test_a_signal_that_comes_twice_is_one_but_not_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = [10.0], []
-    monkeypatch.setattr("echelon.train.runs.stop_request.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("echelon.train.runs.stopping.time.monotonic", lambda: now[0])
     handle = on_sigterm(lambda: calls.append("first"), lambda: calls.append("second"))
     handle(15, None)
     now[0] += 0.1

@@ -3,7 +3,7 @@
 import json
 import math
 
-from echelon.train.jobs.strict_json import dump
+from echelon.train.strict_json import dump
 
 
 def test_numbers_that_are_none_are_null() -> None:

@@ -7,7 +7,7 @@ from echelon.collectives import CompletedWork, Group, Work
 from echelon.engine import Engine
 from echelon.parallel.data import Sharing
 from echelon.parallel.data.reducer import Reducer
-from echelon.verify.bugs.alterations import Change, Message, alter, lose, replace_method
+from echelon.verify.bugs import Change, Message, alter, lose, replace_method
 
 
 def _scale(sharings: Iterable[Sharing], factor: float) -> bool:
@@ -78,7 +78,7 @@ def skip_bucket(engine: Engine) -> bool:
 
 
 def _groups(sharing: Sharing) -> list[Group]:
-    """Those over which the gradients of a set are summed, each of them or none."""
+    """Return the groups over which the gradients of a set are summed, each of them or none."""
     return [sharing.parameter_set.group, sharing.parameter_set.shard_groups.shard]
 
 
