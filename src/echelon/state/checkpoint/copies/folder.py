@@ -46,13 +46,13 @@ def step_of(generation: str) -> int:
 
 
 def generation_of(step: int, token: str) -> str:
-    """The name of one save: the same step of another attempt has another."""
+    """Name one save: the same step of another attempt has another name."""
     return f"{step:08d}-{token}"
 
 
 @final
 class MemoryFolder:
-    """Where the copies of a run are on this host. `root` is the RAM disk, or another folder."""
+    """The folder with the copies of a run on this host. `root` is the RAM disk, or another folder."""
 
     def __init__(self, run: Path, root: Path | None = None) -> None:
         self._run = os.fsencode(run.absolute())
@@ -83,12 +83,12 @@ class MemoryFolder:
             )
 
     def is_private(self) -> bool:
-        """Whether it is a folder of this user, for this user alone."""
+        """Return whether it is a folder of this user, for this user alone."""
         found = self.path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
     def changed(self) -> float:
-        """When a copy was last begun or made, in seconds since 1970."""
+        """Return when a copy was last begun or made, in seconds since 1970."""
         slots = (self.slot(slot) for slot in range(_NUM_SLOTS))
         return max((slot.stat().st_mtime for slot in slots if slot.is_dir()), default=0.0)
 
@@ -105,7 +105,7 @@ class MemoryFolder:
         return self.slot(entry.slot) / f"rank-{entry.rank:05d}.{entry.generation}.json"
 
     def entries(self) -> list[Entry]:
-        """What is whole here, by the names of manifests, which are written last."""
+        """List what is whole here, by the names of manifests, which are written last."""
         found = []
         for slot in range(_NUM_SLOTS):
             for name in _names(self.slot(slot)):
@@ -114,12 +114,44 @@ class MemoryFolder:
                     found.append(Entry(int(match[1]), match[2], slot))
         return found
 
+    def held(self) -> dict[str, list[int]]:
+        """Return by generation the ranks whose files are here."""
+        held: dict[str, list[int]] = {}
+        for entry in self.entries():
+            held.setdefault(entry.generation, []).append(entry.rank)
+        return held
+
+    def write_manifest(self, entry: Entry, data: bytes) -> None:
+        """Make the file of an entry whole."""
+        path = self.manifest(entry)
+        try:
+            write_small(path, data)
+        except OSError as error:
+            raise UserError(
+                f"keep='memory': {path} cannot be written: {error.strerror or error}; keep=2 is for "
+                "checkpoints on disk"
+            ) from error
+
+    def check_room(self, rank_bytes: float, files: int) -> None:
+        """Raise if `files` states of at least `rank_bytes` do not fit twice; what is there is reused."""
+        needed = _NUM_SLOTS * files * rank_bytes
+        system = os.statvfs(self.path)
+        free = system.f_bavail * system.f_frsize + _used(self.path)
+        if needed > free:
+            raise UserError(
+                f"keep='memory': {files} states of {show_bytes(rank_bytes)} are kept twice, which takes "
+                f"{show_bytes(needed)}, and {self.path.parent} has {show_bytes(free)} free; make that RAM "
+                "disk larger (mount -o remount,size=…), remove folders echelon-memory-* there of runs that "
+                f"nobody will resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 "
+                "for checkpoints on disk"
+            )
+
     def forget(self, entry: Entry) -> None:
         """From now on its file is not whole. The memory stays, for the next save."""
         self.manifest(entry).unlink(missing_ok=True)
 
     def free_slot(self, rank: int, kept: str | None) -> int:
-        """Where the next file of a rank goes: not where that of the generation `kept` is."""
+        """Return where the next file of a rank goes: not where that of the generation `kept` is."""
         used = {entry.slot for entry in self.entries() if (entry.rank, entry.generation) == (rank, kept)}
         slot = next(slot for slot in range(_NUM_SLOTS) if slot not in used)
         for entry in self.entries():
@@ -129,11 +161,9 @@ class MemoryFolder:
 
 
 def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
-    """The newest step of which a folder has the files of all ranks, or 0."""
-    held: dict[str, set[int]] = {}
-    for entry in folder.entries():
-        held.setdefault(entry.generation, set()).add(entry.rank)
-    return max((step_of(name) for name, found in held.items() if len(found) >= ranks), default=0)
+    """Return the newest step of which a folder has the files of all ranks, or 0."""
+    held = folder.held()
+    return max((step_of(name) for name, found in held.items() if len(set(found)) >= ranks), default=0)
 
 
 def forget_all(folder: MemoryFolder) -> None:
@@ -147,7 +177,7 @@ def file_name(rank: int) -> str:
 
 
 def memory_root() -> Path:
-    """The RAM disk of this host, or what the environment names."""
+    """Return the RAM disk of this host, or what the environment names."""
     root = Path(os.environ.get(VARIABLE) or _RAM_DISK)
     if not root.is_dir():
         raise UserError(
@@ -158,7 +188,7 @@ def memory_root() -> Path:
 
 
 def host_name(folder: Path) -> str:
-    """The same for ranks that see the same folder, and for no others."""
+    """Return a text that is the same for ranks that see the same folder, and for no others."""
     found = folder.stat()
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -168,7 +198,7 @@ def host_name(folder: Path) -> str:
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """A file that is there whole, or not at all. Links are not followed."""
+    """Write a file that is there whole, or not at all. Links are not followed."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -198,6 +228,14 @@ def _is_needed(path: Path, run: Path, is_unfinished: Callable[[Path], bool]) -> 
     return time.time() - folder.changed() < DAYS_KEPT * 24 * 3600 and is_unfinished(run)
 
 
+def _used(folder: Path) -> int:
+    used = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            used += path.lstat().st_size
+    return used
+
+
 def _names(folder: Path) -> Iterator[str]:
     with suppress(OSError), os.scandir(folder) as found:
         for each in found:
@@ -205,8 +243,8 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _describe_process(pid: int) -> str:
-    """No other process has the same text. Where processes are counted comes first: each container may have
-    a process 7."""
+    """Return a text that no other process has. Where processes are counted comes first: each container may
+    have a process 7."""
     return f"{_namespace()} {pid} {_began(pid)}"
 
 
@@ -223,7 +261,7 @@ def _namespace() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, as the system counts; nothing if there is none."""
+    """Return when a process began, as the system counts; nothing if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
