@@ -49,6 +49,8 @@ class _BackgroundSave:
         self._save = save
         self._is_part_done, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="echelon-save", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def _work(self) -> None:
@@ -123,8 +125,10 @@ class Saver:
             if options.wait:
                 agree_on_every_rank(lambda: save.write(self._device), save.commit)
             else:
+                running = _BackgroundSave(save, self._take_snapshot(save))
                 self._finish_at_exit()
-                self._running = _BackgroundSave(save, self._take_snapshot(save))
+                running.start()
+                self._running = running
         except BaseException:
             if self._group.rank == 0:
                 target.abandon()
@@ -181,8 +185,7 @@ class Saver:
         try:
             # First the parts of all ranks: rank 0's thread would wait forever for a rank whose part failed.
             for wait in (running.wait_for_part, running.join):
-                while not wait(1.0):
-                    beat()
+                _wait(wait)
                 check_on_every_rank(running.raise_error)
         except BaseException:
             running.give_up(self._group.rank)
@@ -218,6 +221,12 @@ class Saver:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _wait(wait: Callable[[float], bool]) -> None:
+    """Wait as long as it takes; this rank is alive meanwhile."""
+    while not wait(1.0):
+        beat()
 
 
 def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

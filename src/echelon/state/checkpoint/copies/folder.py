@@ -13,7 +13,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
@@ -65,7 +65,11 @@ class MemoryFolder:
         try:
             with suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
-            self._refuse_strangers()
+            if not self.is_private():
+                raise UserError(
+                    f"keep='memory': {self.path} must be a folder of this user, which no other can read; "
+                    f"remove it, or set {VARIABLE} to another place"
+                )
             for slot in range(_NUM_SLOTS):
                 self.slot(slot).mkdir(mode=0o700, exist_ok=True)
             write_small(self.path / _OWNER, _describe_process(owner).encode() + b"\n" + self._run)
@@ -74,13 +78,6 @@ class MemoryFolder:
                 f"keep='memory': cannot make {self.path}: {error.strerror or error}; set {VARIABLE} to a "
                 "folder on a RAM disk (tmpfs) that this user can write to, or keep=2 for checkpoints on disk"
             ) from error
-
-    def _refuse_strangers(self) -> None:
-        if not self.is_private():
-            raise UserError(
-                f"keep='memory': {self.path} must be a folder of this user, which no other can read; "
-                f"remove it, or set {VARIABLE} to another place"
-            )
 
     def is_private(self) -> bool:
         """Return whether it is a folder of this user, for this user alone."""
@@ -108,10 +105,9 @@ class MemoryFolder:
         """List what is whole here, by the names of manifests, which are written last."""
         found = []
         for slot in range(_NUM_SLOTS):
-            for name in _names(self.slot(slot)):
-                match = _MANIFEST.fullmatch(name)
-                if match is not None:
-                    found.append(Entry(int(match[1]), match[2], slot))
+            with suppress(OSError):
+                matches = map(_MANIFEST.fullmatch, os.listdir(self.slot(slot)))
+                found += [Entry(int(match[1]), match[2], slot) for match in matches if match is not None]
         return found
 
     def held(self) -> dict[str, list[int]]:
@@ -147,7 +143,7 @@ class MemoryFolder:
             )
 
     def forget(self, entry: Entry) -> None:
-        """From now on its file is not whole. The memory stays, for the next save."""
+        """Make its file count as not whole. The memory stays, for the next save."""
         self.manifest(entry).unlink(missing_ok=True)
 
     def free_slot(self, rank: int, kept: str | None) -> int:
@@ -167,7 +163,7 @@ def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
 
 
 def forget_all(folder: MemoryFolder) -> None:
-    """From now on no file is whole."""
+    """Make every file count as not whole."""
     for entry in folder.entries():
         folder.forget(entry)
 
@@ -236,12 +232,6 @@ def _used(folder: Path) -> int:
     return used
 
 
-def _names(folder: Path) -> Iterator[str]:
-    with suppress(OSError), os.scandir(folder) as found:
-        for each in found:
-            yield each.name
-
-
 def _describe_process(pid: int) -> str:
     """Return a text that no other process has. Where processes are counted comes first: each container may
     have a process 7."""
@@ -280,7 +270,14 @@ class MappedFile:
         try:
             descriptor = _open(path, size)
         except OSError as error:
-            raise _explained(path, size, error) from error
+            reason = f"keep='memory': {path} cannot be written: {error.strerror or error}"
+            if error.errno == errno.ENOSPC:
+                reason = (
+                    f"keep='memory': {path.parent} has no room for the {show_bytes(size)} of {path.name}; "
+                    f"make that RAM disk larger (mount -o remount,size=…), set {VARIABLE} to another, or "
+                    "keep=2 for checkpoints on disk"
+                )
+            raise UserError(reason) from error
         try:
             self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
@@ -305,13 +302,3 @@ def _open(path: Path, size: int) -> int:
         path.unlink()
         raise
     return descriptor
-
-
-def _explained(path: Path, size: int, error: OSError) -> UserError:
-    if error.errno == errno.ENOSPC:
-        return UserError(
-            f"keep='memory': {path.parent} has no room for the {show_bytes(size)} of {path.name}; make that "
-            f"RAM disk larger (mount -o remount,size=…), set {VARIABLE} to another, or keep=2 for "
-            "checkpoints on disk"
-        )
-    return UserError(f"keep='memory': {path} cannot be written: {error.strerror or error}")

@@ -231,13 +231,14 @@ class MemoryCopies:
     def _open(self, generation: str, missing: Sequence[Sending]) -> "_Attempt":
         """Open this rank's own file, if it is here, and those that it sends; none that is damaged."""
         attempt, entries = _Attempt(), {(each.rank, each.generation): each for each in self._folder.entries()}
+        plan = self._plan, self._group.size
         wanted = [self._group.rank, *(each.receiver for each in missing if each.sender == self._group.rank)]
         for rank in wanted:
             entry = entries.get((rank, generation))
             if entry is None:
                 continue
             try:
-                saved = rank_file.open_rank_file(self._folder.manifest(entry), self._plan, self._group.size)
+                saved = rank_file.open_rank_file(self._folder.manifest(entry), plan)
             except (rank_file.OtherPlanError, OtherVersionError) as error:
                 is_plan = isinstance(error, rank_file.OtherPlanError)
                 attempt.errors.append([str(error), _OTHER_PLAN if is_plan else _OTHER_VERSION])

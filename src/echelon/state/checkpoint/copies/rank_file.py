@@ -66,38 +66,26 @@ def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifes
     return replace(manifest, files={layout.name: FileRecord(layout.size, hashed.hexdigest())})
 
 
-def open_rank_file(manifest_path: Path, plan: str, ranks: int) -> SavedState:
-    """Open the state of a rank, of this plan alone, and compare every byte of it with its hash."""
-    manifest = _read_manifest(manifest_path)
-    if (manifest.plan, manifest.ranks) != (plan, ranks):
-        raise OtherPlanError(
-            f"the copies of step {manifest.step} in memory are of the plan '{manifest.plan}', and only that "
-            f"plan can go on from them; with '{plan}' training goes on from a checkpoint on disk"
-        )
-    return _open_verified(manifest_path, manifest)
-
-
-def open_file(manifest_path: Path) -> SavedState:
-    """Open the state of a rank, of any plan, and compare every byte of it with its hash."""
-    return _open_verified(manifest_path, _read_manifest(manifest_path))
-
-
-def _read_manifest(path: Path) -> Manifest:
+def open_rank_file(path: Path, plan: tuple[str, int] | None = None) -> SavedState:
+    """Open the file of a rank by its manifest, and compare every byte with its hash. Of another `plan` (and
+    number of ranks), if one is given, it is refused."""
     data = read_regular(path, MOST_BYTES)
     try:
-        return Manifest.from_bytes(data, is_whole=False)
+        manifest = Manifest.from_bytes(data, is_whole=False)
     except OtherVersionError as error:
         fix = f"or remove {path.parent.parent} to go on without these copies in memory"
         raise OtherVersionError(f"{path}: {error.title}", [*error.errors, fix]) from error
     except UserError as error:
         raise UserError(f"{path}: {error.title}", error.errors) from error
-
-
-def _open_verified(manifest_path: Path, manifest: Manifest) -> SavedState:
+    if plan is not None and plan != (manifest.plan, manifest.ranks):
+        raise OtherPlanError(
+            f"the copies of step {manifest.step} in memory are of the plan '{manifest.plan}', and only that "
+            f"plan can go on from them; with '{plan[0]}' training goes on from a checkpoint on disk"
+        )
     for name, record in manifest.files.items():
-        check_size(manifest_path.parent / name, record)
-        check_hash(manifest_path.parent / name, record)
-    return SavedState(FolderFiles(manifest_path.parent), manifest)
+        check_size(path.parent / name, record)
+        check_hash(path.parent / name, record)
+    return SavedState(FolderFiles(path.parent), manifest)
 
 
 def as_tensor(data: bytes) -> Tensor:

@@ -45,11 +45,11 @@ class HostCopies:
 
     @classmethod
     def newest(cls, folder: MemoryFolder, after: int, say: Callable[[str], None]) -> "HostCopies | None":
-        """Open those of the newest step after `after` of which all files are here and whole; None without one.
-        What is damaged is named to `say`; copies of another version are an error."""
+        """Open those of the newest step after `after` of which all files are here and whole; None without
+        one. What is damaged is named to `say`; copies of another version are an error."""
         for entries in _generations(folder, after):
             try:
-                states = [rank_file.open_file(folder.manifest(each)) for each in entries]
+                states = [rank_file.open_rank_file(folder.manifest(each)) for each in entries]
             except OtherVersionError:
                 raise
             except UserError as error:
