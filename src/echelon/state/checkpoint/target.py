@@ -106,6 +106,7 @@ class FolderTarget(Target):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path.parent)
         self.temporary.mkdir()
+        # Held until the checkpoint has its name: `remove_leftovers` of another job asks for this lock.
         self._lock = os.open(self.temporary / _LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -133,7 +134,7 @@ class FolderTarget(Target):
         for report in self.temporary.glob(_report_name("*")):
             report.unlink()
         write_file(self.temporary / MANIFEST, manifest)
-        sync_path(self.temporary)
+        sync_path(self.temporary)  # the names of all files are on the disk before the folder's own
         check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
 

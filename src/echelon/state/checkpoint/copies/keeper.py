@@ -136,7 +136,7 @@ class MemoryCopies:
                 errors.append(error)
             self._error = errors[0] if errors else None
 
-        self._written = generation
+        self._written = generation  # kept when the next save, or `finish`, has agreed that all ranks have it
         self._thread = threading.Thread(target=work, name="echelon-memory-copy", daemon=True)
         self._thread.start()
 

@@ -106,6 +106,7 @@ def receive(make_room: Callable[[int], Tensor], source: int, group: dist.Process
     try:
         file = make_room(file_bytes)
     except UserError:
+        # The sender has queued all of it: a receiver that does not take it would block the next save.
         dropped = torch.empty(min(file_bytes, PIECE_BYTES), dtype=torch.uint8)
         for begin in range(0, file_bytes, PIECE_BYTES):
             dist.recv(dropped[: file_bytes - begin], source, group)
