@@ -19,7 +19,7 @@ from echelon.data.image_folder import FolderImages, open_image_folder
 from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
 from echelon.data.sampler import SPLITS, order_samples, rows_of_part
 from echelon.errors import did_you_mean, raise_errors
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET
 
 SYNTHETIC = "synthetic"
 MEAN, SPREAD = 0.5, 0.25  # of a pixel from 0 to 1: what the model sees has about mean 0 and variance 1

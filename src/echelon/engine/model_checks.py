@@ -1,7 +1,7 @@
 """Models that a plan cannot train as one device would, refused by what is in them, before anything starts.
 
 What a module does can be read where it is torch's own. Weights that a forward of another's changes are found
-in the first step: see step/side_effects.py.
+in the first step: see engine/step/side_effects.py.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
-from echelon.nn.batch import Loss
-from echelon.nn.huggingface import gate_loss_coefficients
-from echelon.nn.unwrapping import without_compiling
+from echelon.nn.huggingface.own_loss import gate_loss_coefficients
+from echelon.nn.losses import Loss
+from echelon.nn.tracing import without_compiling
 from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.stage import iterated_modules
 from echelon.plan import Plan

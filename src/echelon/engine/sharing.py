@@ -7,8 +7,8 @@ from torch import nn
 from echelon.collectives import Group, RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_resident_bytes
-from echelon.engine.deferred_start import take_memory
 from echelon.engine.stage_split import StageSplit
+from echelon.engine.start import take_memory
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import (
     AllReduce,
@@ -33,7 +33,7 @@ from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages, Stage
 from echelon.plan import Plan
 from echelon.update.async_training import WorkerGradients
-from echelon.update.host_memory_check import check_host_memory, parameter_bytes
+from echelon.update.offload.host_updates import check_host_memory, parameter_bytes
 
 
 def share_stages(

@@ -10,22 +10,20 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
 from echelon.launching import TRAINING_MODULES, join, preload
-from echelon.launching.group import decide_on_rank_0
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.launching.torchrun import is_under_torchrun, when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain, check
 from echelon.train.loop import train_rank
 from echelon.train.run import Run, Show, open_run
-from echelon.train.runs.elastic import change, fit_job
 from echelon.train.runs.memory_copies import loss_warning, memory_of_rank
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.resume import runs_of
-from echelon.train.runs.run_state import FINISHED, read_about
-from echelon.train.runs.sigterm import Sigterm
-from echelon.train.runs.supervisor import supervise
+from echelon.train.runs.run_folder import FINISHED, read_about
+from echelon.train.runs.stopping import Sigterm
+from echelon.train.runs.supervisor import change, fit_job, supervise
 
 
 def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = False) -> dict[str, Any]:
@@ -99,7 +97,7 @@ class LaunchedRun(NamedTuple):
 
 def this_launch() -> list[str]:
     """The agents of all ranks; every rank must call this."""
-    return sorted({each.decode() for each in all_gather_bytes(_agent().encode())})
+    return list(agree_on_every_rank(_agent, lambda agents: sorted(set(agents))))
 
 
 def run_of_launch(job: Job, launch: Sequence[str]) -> LaunchedRun | None:

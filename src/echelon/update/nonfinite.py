@@ -1,10 +1,10 @@
-"""What a training does with a step whose loss, or whose gradients, are NaN or infinite.
+"""The rule for a step whose loss, or whose gradients, are NaN or infinite.
 
     allow   the step is made, as torch would make it (fp16 skips those whose gradients have overflowed)
     skip    the step changes nothing, on all ranks; too many of them in a row are an error
     stop    the first such step is that error, and changes nothing either
 
-The error names the first layer that is not finite: nonfinite_search.py.
+The error names the first layer that is not finite: engine/audit/nonfinite_search.py.
 """
 
 from numbers import Integral

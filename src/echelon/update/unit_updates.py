@@ -1,7 +1,7 @@
 """Updates of units in the backward pass: each as soon as its gradients are summed over ranks.
 
 The factor of its gradients is 1, since losses were divided by the count of the step before the backward pass,
-and nobody clips. The squares of gradients add up to those of the step's norm, unit by unit.
+and without clipping. The squares of gradients add up to those of the step's norm, unit by unit.
 
 The first step is rehearsed (rehearsal.py): its passes run once without updates, and again with them.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from echelon.parallel.data import Sharing, SummedUnit, squared_norm
 from echelon.state.ownership import LocalParameter
+from echelon.update.numbers import Flag
 from echelon.update.precision import Stepper, check_takes_units, with_gradients
 
 
@@ -26,12 +27,12 @@ class UnitUpdates:
         self._stepper = stepper
         self._square: Tensor | None = None
         # Whether the update must change nothing, for want of samples; asked when a unit is complete.
-        self.skip: Callable[[], bool | Tensor] = lambda: False
+        self.skip: Callable[[], Flag] = lambda: False
         self.on_unit: Callable[[], None] = lambda: None  # before its gradients are used
         self.rehearsal: Rehearsal | None = None  # while a step is rehearsed
         self.has_updated = False  # whether weights are between those of before and after a step
         for sharing in sharings:
-            sharing.on_unit = self._update
+            sharing.update_in_backward(self._update)
 
     @contextmanager
     def rehearse(self, see: Callable[[Sequence[LocalParameter]], None]) -> Iterator[None]:
@@ -45,7 +46,7 @@ class UnitUpdates:
 
     def start_step(self, number: int) -> None:
         """Update `number` begins, counted from 0."""
-        check_takes_units(self._stepper.optimizer)  # somebody may have added a hook
+        check_takes_units(self._stepper.optimizer)  # a hook may have been added
         self._square, self.has_updated = None, False
         if self.rehearsal is None:
             self._stepper.start_update(number)

@@ -9,33 +9,35 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
-from echelon.engine.audit import AuditResult, Mode
-from echelon.engine.audit.agreement import RankAgreement
-from echelon.engine.audit.audit_batch import GivenBatch
-from echelon.engine.audit.batch_traits import sample_traits, union
-from echelon.engine.audit.finite_weights import check_finite_weights
-from echelon.engine.audit.gradient_audit import GradientAudit, Parts
+from echelon.engine.audit import AuditResult, Mode, held
+from echelon.engine.audit.audit_batch import GivenBatch, sample_traits, union
+from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
+from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.step.runner import StepRunner
+from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import WeightChanges, frees_weights, keeps_changes, restored_weights
 from echelon.errors import UserError
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import split_loss
 from echelon.plan import Plan
-from echelon.state.ownership import StateNames
+from echelon.state.ownership import OwnedSlice, StateNames
 from echelon.update.numbers import HostCopy
 
 _ASKED_AGAIN = 3  # steps in which an audit that could not compare asks for another batch
+_NAMED = 5  # weights that are not finite
 
 
 class AuditSettings(NamedTuple):
@@ -168,9 +170,11 @@ class Audit:
         return None
 
 
-def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> Audit:
+def make_audit(
+    settings: AuditSettings, state: EngineState, runner: StepRunner, scopes: Scopes, layers: LayerSharding
+) -> Audit:
     """The audit of a plan; its model is split and wrapped by now."""
-    mesh, local, plan = parts.mesh, parts.local, parts.mesh.plan
+    mesh, local, plan = state.mesh, state.local, state.mesh.plan
     # Asynchronous workers wait for nobody.
     group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
     agreement = RankAgreement(group, mesh.device)
@@ -178,12 +182,12 @@ def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> 
         return Audit("off", None, list, agreement, nullcontext, watches=False)
     settings.form.settle()
     dtype = DTYPES[plan.precision]
-    reference = Reference(parts.model, settings.form, layers.whole_loss, parts.scopes, mesh.device, dtype)
+    reference = Reference(state.module, settings.form, layers.whole_loss, scopes, mesh.device, dtype)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
     return Audit(
         settings.mode,
-        GradientAudit(parts, reference, agreement),
+        GradientAudit(state, runner, scopes, reference, agreement),
         lambda: [check_finite_weights(local.owned_weights(), trained, agreement)],
         agreement,
         lambda: _unchanged_weights(local, plan, agreement),
@@ -210,3 +214,30 @@ def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement)
             change.check(states)
 
     agreement.check(check)
+
+
+def check_finite_weights(
+    owned: Iterable[OwnedSlice], trained: frozenset[str], agreement: RankAgreement
+) -> AuditResult:
+    """An entry of the audit: weights that are NaN or infinite are named before the training begins. `owned`:
+    what this rank holds of each weight; `trained`: those that learn."""
+    names = list(dict.fromkeys(piece.slice.name for piece in owned if _is_wrong(piece, trained)))
+    agreement.check(lambda: _refuse(names, agreement.rank))
+    return held("finite weights")
+
+
+def _is_wrong(piece: OwnedSlice, trained: frozenset[str]) -> bool:
+    """Whether it holds something that is no number; a frozen one may be infinite, as masks are."""
+    tensor = piece.tensor.detach()
+    wrong = ~tensor.isfinite() if piece.slice.name in trained else tensor.isnan()
+    return bool(wrong.any())
+
+
+def _refuse(names: list[str], rank: int) -> None:
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise UserError(
+            f"weights are NaN or infinite before the first step: {', '.join(names[:_NAMED])}{more}, on rank "
+            f"{rank}; initialise them (torch.empty does not), or look at the file they came from; "
+            "audit='off' if nothing uses them"
+        )

@@ -11,13 +11,12 @@ Both sides begin with the same buffers, attributes and generators, and leave non
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.audit.diagnosis import explain
 from echelon.engine.audit.gradient_comparison import (
@@ -29,20 +28,19 @@ from echelon.engine.audit.gradient_comparison import (
     KeptGradients,
 )
 from echelon.engine.audit.hook_limits import refuse_limits, watched_hooks
-from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, OneDevice, Values
+from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, OneDevice
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.audit.report import AuditResult, held, skipped
 from echelon.engine.model_checks import is_cut
+from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.missing_operation import missing_operation
+from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.side_effects import without_autocast_cache, without_side_effects
-from echelon.engine.step.step_runner import StepRunner
+from echelon.engine.step.side_effects import as_checks, without_autocast_cache, without_side_effects
 from echelon.errors import UserError
 from echelon.memory.gist import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
-from echelon.parallel.stage import LocalStages
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run
-from echelon.update.update import InWhole, Update
 
 NAME = "gradients"
 _DRAWN = (
@@ -51,19 +49,6 @@ _DRAWN = (
 )
 
 _DRAWS = 3  # of rounding: where a model amplifies it, one says little
-
-
-class Parts(NamedTuple):
-    """Of an engine, what an audit runs: all of this rank."""
-
-    model: nn.Module
-    mesh: Mesh
-    local: LocalStages
-    update: Update
-    runner: StepRunner
-    scopes: Scopes
-    in_whole: InWhole
-    values: Values
 
 
 class _Compared(NamedTuple):
@@ -80,16 +65,24 @@ class _Compared(NamedTuple):
 class GradientAudit:
     """Compares gradients on all ranks together, between steps; workers of sync=async each for itself."""
 
-    def __init__(self, parts: Parts, reference: Reference, agreement: RankAgreement) -> None:
-        self._parts, self._reference, self._agreement = parts, reference, agreement
-        self._device = OneDevice(reference, parts.values, agreement)
+    def __init__(
+        self,
+        state: EngineState,
+        runner: StepRunner,
+        scopes: Scopes,
+        reference: Reference,
+        agreement: RankAgreement,
+    ) -> None:
+        self._state, self._runner, self._scopes = state, runner, scopes
+        self._reference, self._agreement = reference, agreement
+        self._mesh, self._local, self._update = state.mesh, state.local, state.update
+        self._device = OneDevice(reference, state.values, agreement)
         self._sizes: set[int] = set()  # of parts that the model takes
-        inside = [module for stage in parts.local.modules for module in stage.modules()]
-        self._modules = list(dict.fromkeys([*parts.model.modules(), *inside]))
+        self._modules = state.modules
 
     @property
     def replica(self) -> int:
-        return self._parts.mesh.position.replica
+        return self._mesh.position.replica
 
     @property
     def _type(self) -> torch.dtype:
@@ -103,19 +96,24 @@ class GradientAudit:
         self, batch: GivenBatch, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
-        choose = partial(choose_samples, batch, traits, known, source, self._parts.mesh, self._agreement)
+        choose = partial(choose_samples, batch, traits, known, source, self._mesh, self._agreement)
         try:
-            with self._quiet(), uncompressed(), self._device.ready():
+            with (
+                as_checks(self._mesh, self._modules),
+                without_autocast_cache(),
+                uncompressed(),
+                self._device.ready(),
+            ):
                 compared = self._compare(choose, step)
                 self._raise_if(compared)
-                self._agreement.check(lambda: refuse_limits(compared.hooks, self._parts.mesh.plan))
+                self._agreement.check(lambda: refuse_limits(compared.hooks, self._mesh.plan))
                 if compared.found and compared.result.has_drawn:
                     self._raise_if(self._compare(choose, step, training=False))
                     return skipped(NAME, _DRAWN)
         except CannotCompareError as reason:
             return skipped(NAME, str(reason), is_final=reason.is_final)
         except FailedRunError as error:
-            missing = missing_operation(str(error), self._parts.mesh.plan, self._reference.device)
+            missing = missing_operation(str(error), self._mesh.plan, self._reference.device)
             if missing is not None:
                 raise missing from None
             return skipped(NAME, f"the model cannot be run by itself: {error}")
@@ -125,18 +123,18 @@ class GradientAudit:
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool = True
     ) -> _Compared:
         samples, run, result = self._rehearse(choose, step, training=training)
-        generators = GeneratorStates(self._parts.mesh.device, self._modules) if result.has_drawn else None
+        generators = GeneratorStates(self._mesh.device, self._modules) if result.has_drawn else None
         with self._watched_hooks() as hooks:
             comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
         try:
             result = self._device.gradients(run, comparison.take)
             differences = comparison.differences(self._agreement.group)
         finally:
-            self._parts.local.start_step()  # no gradient is left
+            self._local.start_step()  # no gradient is left
         tolerance = TOLERANCES[self._type]
         found = [each for each in differences if not each.relative <= tolerance]
         overflows = any(each.distance == float("inf") for each in found)
-        if overflows and self._parts.update.loss_scaling is not None:
+        if overflows and self._update.loss_scaling is not None:
             raise CannotCompareError("gradients overflow at this loss scale", is_final=False)
         return _Compared(samples, run, result, found, hooks)
 
@@ -168,7 +166,7 @@ class GradientAudit:
             beyond = [each for each in beyond if not each.distance <= explained[each.name]]
             if not beyond:
                 return ""
-        return explain(beyond, run, result, samples, device, self._parts.mesh.plan)
+        return explain(beyond, run, result, samples, device, self._mesh.plan)
 
     def _rehearse(
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
@@ -178,7 +176,7 @@ class GradientAudit:
         samples = choose(is_small=is_small)
         if samples is None:
             raise CannotCompareError("a replica has no sample", is_final=False)
-        run = Run(samples.whole, step, training=training, scale=float(self._parts.update.loss_scale))
+        run = Run(samples.whole, step, training=training, scale=float(self._update.loss_scale))
         is_new = len(samples.bounds) > 1 and samples.per_part not in self._sizes
         part = Run(samples.part(0), step) if is_new else None
         try:
@@ -195,19 +193,19 @@ class GradientAudit:
     # The plan.
 
     def _watched_hooks(self) -> AbstractContextManager[dict[str, str]]:
-        plan = self._parts.mesh.plan
+        plan = self._mesh.plan
         is_flushed = plan.sync != "async" and plan.flushes
         if not (is_flushed and is_cut(plan)):
             return nullcontext({})
         return watched_hooks(
-            pair for sharing in self._parts.local.sharings for pair in sharing.parameter_set.trained
+            pair for sharing in self._local.sharings for pair in sharing.parameter_set.trained
         )
 
     def _run_plan(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, *, training: bool
     ) -> tuple[list[OwnedSlice], float]:
         """This rank's gradients as boxes of whole ones, and what makes them those of the mean."""
-        local, units, device = self._parts.local, self._parts.update.units, self._parts.mesh.device
+        local, units, device = self._local, self._update.units, self._mesh.device
         captured: dict[Tensor, Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(without_side_effects(local.modules, self._modules, device))
@@ -217,7 +215,7 @@ class GradientAudit:
             if units is not None:  # else gradients are gone when their unit is updated
                 stack.enter_context(units.rehearse(partial(_capture, captured)))
             scope = partial(self._scope, samples, step, generators)
-            tally = self._parts.runner.differentiate(samples.local, step, scope)
+            tally = self._runner.differentiate(samples.local, step, scope)
             if units is not None:
                 units.finish_passes()
         if self._agreement.group is not None:
@@ -234,30 +232,19 @@ class GradientAudit:
         if generators is not None:
             generators.restore()
         place = samples.places[number % len(samples.places)]
-        with self._parts.scopes.at_place(step, place, samples.per_part):
+        with self._scopes.at_place(step, place, samples.per_part):
             yield
 
     def _owned(self, captured: Mapping[Tensor, Tensor]) -> list[OwnedSlice]:
         owned = []
-        for sharing in self._parts.local.sharings:
+        for sharing in self._local.sharings:
             for each in sharing.summed_parameters():
                 gradient = captured.get(each.tensor, each.tensor.grad)
                 if gradient is not None:
                     dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
                     boxes = own_run(dense, sharing.slices(each))
-                    owned += [box for own in boxes for box in self._parts.in_whole(own)]
+                    owned += [box for own in boxes for box in self._state.in_whole(own)]
         return owned
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """What is moved counts as checks; compiled layers stay compiled for the sizes of the steps."""
-        mesh = self._parts.mesh
-        is_compiled = mesh.plan.compile or any(module._compiled_call_impl for module in self._modules)
-        eager: AbstractContextManager[Any] = nullcontext()
-        if is_compiled:
-            eager = torch.compiler.set_stance("force_eager")
-        with mesh.ledger.only_about("checks"), eager, without_autocast_cache():
-            yield
 
 
 def _capture(captured: dict[Tensor, Tensor], local: Sequence[LocalParameter]) -> None:

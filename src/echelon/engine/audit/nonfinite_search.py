@@ -10,38 +10,37 @@ nothing; so are dropout masks.
     weights    gradients of parameters, where those of all activations are finite
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
-from echelon.engine.audit.nonfinite_report import Finding, Report, explain
-from echelon.engine.step.flushed_runner import FlushedRunner
-from echelon.engine.step.side_effects import without_side_effects
-from echelon.nn.batch import Batch
-from echelon.nn.inputs import tensors_of
+from echelon.collectives.agreement import RankAgreement
+from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.step.runner import StepRunner
+from echelon.engine.step.side_effects import as_checks, without_side_effects
+from echelon.nn.batch import Batch, tensors_of
+from echelon.parallel.observer import LossPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.program import Instruction, Op
 from echelon.update.nonfinite import NonfiniteError
+
+_NAMED = 3
 
 
 @final
 class NonfiniteSearch:
     """Runs a batch again on all ranks together, between steps."""
 
-    def __init__(self, runner: FlushedRunner, mesh: Mesh, local: LocalStages, model: nn.Module) -> None:
-        self._runner, self._mesh, self._local = runner, mesh, local
-        inside = [each for stage in local.modules for each in stage.modules()]
-        self._modules = list(dict.fromkeys([*model.modules(), *inside]))
-        self._names = {module: name for name, module in model.named_modules()}
-        self._watched = list(dict.fromkeys(inside))
+    def __init__(self, runner: StepRunner, replay: Callable[[Batch, int], None], state: EngineState) -> None:
+        """`replay` runs the passes of a step again, without its update."""
+        self._runner, self._replay, self._state = runner, replay, state
+        mesh = state.mesh
         self._agreement = RankAgreement(mesh.group("all") if mesh.plan.ranks > 1 else None, mesh.device)
         self._kept: dict[int, Batch] = {}  # steps that may turn out to be the last that is skipped
 
@@ -52,7 +51,7 @@ class NonfiniteSearch:
         self._kept[step] = copy
 
     def explain(self, error: NonfiniteError) -> NonfiniteError:
-        """The error with the layer that is to blame, the same on every rank."""
+        """Return the error with the layer that is to blame, the same on every rank."""
         batch = self._kept.get(error.step)
         self._kept = {step: kept for step, kept in self._kept.items() if step > error.step}
         if batch is None:
@@ -61,115 +60,90 @@ class NonfiniteSearch:
         reports = [Report.parse(each) for each in self._agreement.gather(found.plain())]
         return NonfiniteError.of(error.count, error.step, explain(reports))
 
-    def _search(self, batch: Batch, step: int) -> Report:
-        report = Report(weights=_wrong_weights(self._local), batch=_wrong_parts(batch))
-        watch = _Watch(self._runner, self._names, report.findings, self._mesh.rank)
+    def _search(self, batch: Batch, step: int) -> "Report":
+        state, modules = self._state, self._state.modules
+        mesh, local = state.mesh, state.local
+        report = Report(weights=_wrong_weights(local), batch=_wrong_parts(batch))
+        names = {module: name for name, module in state.module.named_modules()}
+        hooks = _PassHooks(self._runner, names, report.findings, mesh.rank)
         with (
-            self._quiet(),
-            without_side_effects(self._local.modules, self._modules, self._mesh.device),
-            watch.attached(self._watched),
+            as_checks(mesh, modules),
+            without_side_effects(local.modules, modules, mesh.device),
+            hooks.attached(dict.fromkeys(each for stage in local.modules for each in stage.modules())),
         ):
-            self._runner.replay(batch, step)
-        report.gradients.extend(_wrong_gradients(self._local))
+            self._replay(batch, step)
+        report.gradients.extend(_wrong_gradients(local))
         return report
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """What is moved counts as checks; compiled layers run as they are written, so that hooks see them."""
-        compiles = self._mesh.plan.compile or any(m._compiled_call_impl for m in self._modules)
-        eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
-        with self._mesh.ledger.only_about("checks"), eager:
-            yield
 
 
 @dataclass(eq=False)
-class _Call:
-    """A call of a module, which waits for the gradients of its inputs and outputs."""
+class _PassHooks(StepObserver):
+    """Hooks on modules and their tensors, and what they have found on this rank."""
 
-    layer: str
-    kind: str
-
-
-class _Gradient(NamedTuple):
-    """The first wrong gradient of a slot, kept so that other hooks can tell that it is the same."""
-
-    tensor: Tensor
-    finding: int
-
-
-@dataclass
-class _Watch:
-    """Hooks on modules, and what they have found on this rank."""
-
-    runner: FlushedRunner
+    runner: StepRunner
     names: Mapping[nn.Module, str]
-    findings: list[Finding]
+    findings: "list[Finding]"
     rank: int
-    _first: dict[tuple[int, int], _Gradient] = field(default_factory=dict)  # by stage and microbatch
-    _handles: list[Any] = field(default_factory=list)
+    # By stage and microbatch: the first wrong gradient, by which other hooks know the same one, and which of
+    # the findings it is.
+    _first: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
 
     @contextmanager
     def attached(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.callback(setattr, self.runner, "on_loss", None)
-            self.runner.on_loss = self._see_loss
+            self.runner.observers.add(self)
+            stack.callback(self.runner.observers.remove, self)
             for module in modules:
                 stack.callback(module.register_forward_hook(self._see_call, with_kwargs=True).remove)
             yield
 
     def _see_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = _Call(self.names.get(module, ""), type(module).__name__)
-        instruction = self.runner.instruction
-        if instruction.op is Op.FORWARD:  # else a layer runs again, for its backward pass
-            self._see_output(call, instruction, (args, kwargs), output)
+        if self.runner.instruction.op is Op.FORWARD:  # else a layer runs again, for its backward pass
+            value = wrong_value(output)
+            if value:
+                self._add("output", module, value, is_input_wrong=bool(wrong_value((args, kwargs))))
         if torch.is_grad_enabled():
-            _hook(output, partial(self._see_gradient, call, "output"))
-            _hook((args, kwargs), partial(self._see_gradient, call, "input"))
+            _hook(output, partial(self._see_gradient, module, "output"))
+            _hook((args, kwargs), partial(self._see_gradient, module, "input"))
 
-    def _see_output(self, call: _Call, instruction: Instruction, inputs: Any, output: Any) -> None:
-        value = wrong_value(output)
+    def after_loss(self, loss: LossPass) -> None:
+        value = wrong_value(loss.total.detach())
         if value:
-            self._add("output", call, instruction, value, is_input_wrong=bool(wrong_value(inputs)))
+            self._add("loss", None, value)
 
-    def _see_loss(self, total: Tensor) -> None:
-        value = wrong_value(total.detach())
-        if value:
-            self._add("loss", _Call("", ""), self.runner.instruction, value)
-
-    def _see_gradient(self, call: _Call, side: str, gradient: Tensor) -> None:
+    def _see_gradient(self, module: nn.Module, side: str, gradient: Tensor) -> None:
         value = wrong_value(gradient)
         if not value:
             return
         instruction = self.runner.instruction
         slot = (instruction.stage, instruction.microbatch or 0)
-        first = self._first.get(slot)
-        if first is None:
-            self._add(f"gradient of the {side}", call, instruction, value)
-            self._first[slot] = _Gradient(gradient, len(self.findings) - 1)
-        elif first.tensor is gradient and side == "input":
+        if slot not in self._first:
+            self._add(f"gradient of the {side}", module, value)
+            self._first[slot] = gradient, len(self.findings) - 1
+            return
+        first, number = self._first[slot]
+        known = self.findings[number]
+        if first is gradient and side == "input" and known.kind == "gradient of the output":
             # The output of one layer is the input of the next, whose backward pass has computed this.
-            known = self.findings[first.finding]
-            if known.kind == "gradient of the output":
-                self.findings[first.finding] = known._replace(
-                    kind="gradient of the input", layer=call.layer, module=call.kind
-                )
+            layer, kind = self.names.get(module, ""), type(module).__name__
+            self.findings[number] = known._replace(kind="gradient of the input", layer=layer, module=kind)
 
-    def _add(
-        self, kind: str, call: _Call, instruction: Instruction, value: str, *, is_input_wrong: bool = False
-    ) -> None:
+    def _add(self, kind: str, module: nn.Module | None, value: str, *, is_input_wrong: bool = False) -> None:
+        instruction: Instruction = self.runner.instruction
         place = (instruction.microbatch or 0, instruction.stage, len(self.findings))
-        self.findings.append(Finding(kind, call.layer, call.kind, value, self.rank, place, is_input_wrong))
+        layer, name = ("", "") if module is None else (self.names.get(module, ""), type(module).__name__)
+        self.findings.append(Finding(kind, layer, name, value, self.rank, place, is_input_wrong))
 
 
 def _hook(structure: Any, hook: Callable[[Tensor], None]) -> None:
-    for leaf in tree_leaves(structure):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)
+    for tensor in tensors_of(structure):
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 @torch.no_grad()
 def wrong_value(structure: Any) -> str:
-    """'NaN', 'infinite' or '-infinite': the worst of a structure, "" where all is finite."""
+    """Return the worst of a structure, 'NaN', 'infinite' or '-infinite'; "" where all is finite."""
     numbers = [tensor for tensor in tensors_of(structure) if _may_be_wrong(tensor)]
     if any(bool(number.isnan().any()) for number in numbers):
         return "NaN"
@@ -198,3 +172,125 @@ def _wrong_gradients(local: LocalStages) -> list[str]:
 
 def _wrong_parts(batch: Batch) -> list[str]:
     return [name for name, part in zip(("inputs", "targets"), batch, strict=True) if wrong_value(part)]
+
+
+# What all ranks have found, in words.
+
+
+class Finding(NamedTuple):
+    """A value that is not finite. `kind`: "output", "loss", "gradient of the input" or "… of the output".
+
+    `place`: (microbatch, stage, how many were found before it on its rank).
+    """
+
+    kind: str
+    layer: str  # its name in the user's model; "" for the model itself, and for what is in none of its names
+    module: str  # the class
+    value: str
+    rank: int
+    place: tuple[int, int, int]
+    is_input_wrong: bool = False
+
+    @property
+    def is_masking(self) -> bool:
+        """Return whether it may be meant: masks and scores of attention have −infinity."""
+        return self.value == "-infinite" and self.kind == "output"
+
+    def order(self) -> tuple[int, ...]:
+        """Passes of later microbatches do not matter to earlier ones; a backward pass begins at the end."""
+        microbatch, stage, number = self.place
+        return (microbatch, -stage if self.kind.startswith("gradient") else stage, number, self.rank)
+
+    def named(self) -> str:
+        return f"layer '{self.layer}' ({self.module})" if self.layer else f"the model ({self.module})"
+
+    def where(self) -> str:
+        return f"{self.value}, on rank {self.rank} in microbatch {self.place[0]} of the last of these batches"
+
+
+@dataclass
+class Report:
+    """What one rank has found: in passes, in its weights, in its batch, in the sums of gradients."""
+
+    findings: list[Finding] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    batch: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON may have it: of the many that follow from one, the first of each kind."""
+        firsts: dict[tuple[str, bool], Finding] = {}
+        for finding in sorted(self.findings, key=Finding.order):
+            firsts.setdefault((finding.kind, finding.is_masking), finding)
+        return {**vars(self), "findings": [list(finding) for finding in firsts.values()]}
+
+    @classmethod
+    def parse(cls, plain: dict[str, Any]) -> "Report":
+        findings = [Finding(*each)._replace(place=tuple(each[5])) for each in plain["findings"]]
+        return cls(findings, plain["weights"], plain["batch"], plain["gradients"])
+
+
+def explain(reports: Sequence[Report]) -> str:
+    """Name the first layer that is to blame, and what is known of the reason; `reports` of all ranks."""
+    found = sorted((each for report in reports for each in report.findings), key=Finding.order)
+    weights = _united(report.weights for report in reports)
+    batch = _united(report.batch for report in reports)
+    outputs = [each for each in found if each.kind == "output"]
+    strong = [each for each in outputs if not each.is_masking]
+    losses = [each for each in found if each.kind == "loss"]
+    gradients = [each for each in found if each.kind.startswith("gradient")]
+    if strong:
+        first, reason = strong[0], _reason(strong[0], weights, batch)
+        return (
+            f"the first output that is not finite is that of {first.named()}: {first.where()}; {reason}"
+            f"{_earlier(outputs)}"
+        )
+    if losses:
+        of = f"whose {' and '.join(batch)} are not finite" if batch else "though what the model returns is"
+        return f"the first value that is not finite is the loss itself: {losses[0].where()}, {of}"
+    if gradients:
+        first = gradients[0]
+        return (
+            f"outputs and losses are finite{_earlier(outputs)}; in the backward pass the first value that "
+            f"is not is the {first.kind} of {first.named()}: {first.where()}"
+        )
+    if outputs:
+        return f"the only output that is not finite is that of {outputs[0].named()}: {outputs[0].where()}"
+    names = _united(report.gradients for report in reports)
+    if names:
+        return (
+            f"all outputs and their gradients are finite, but not the sums of the gradients of {_list(names)}"
+        )
+    return (
+        "run again, the last of these batches gave finite outputs and gradients: either the squares of the "
+        "gradients are too large for their norm, or the model draws random numbers of its own, or another "
+        "step has changed the weights meanwhile"
+    )
+
+
+def _reason(first: Finding, weights: Sequence[str], batch: Sequence[str]) -> str:
+    prefix = f"{first.layer}." if first.layer else ""
+    own = [name for name in weights if name.startswith(prefix)]
+    if own:
+        return f"weights in it are not finite: {_list(own)}"
+    if "inputs" in batch:
+        return "the inputs of the batch are not finite"
+    if first.is_input_wrong:
+        return "its input is not finite already: look at what is computed between the layers before it"
+    others = f"; weights elsewhere are not: {_list(weights)}" if weights else ""
+    return f"its input and its weights are finite{others}"
+
+
+def _earlier(outputs: Sequence[Finding]) -> str:
+    """Where −infinity came first, which may be meant."""
+    is_first = outputs and outputs[0].is_masking
+    return f" (but for −infinity, which {outputs[0].named()} returned before)" if is_first else ""
+
+
+def _united(lists: Any) -> list[str]:
+    return list(dict.fromkeys(name for names in lists for name in names))
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -17,11 +17,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank, gather_values
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.step_counter import StepCounter
 from echelon.errors import raise_errors
-from echelon.launching.group import check_on_every_rank
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.nn.wrapping import find_wrapper
 from echelon.parallel.data.all_reduce import Bucketed
 from echelon.parallel.stage import LocalStages
@@ -66,6 +65,12 @@ class EngineState:
         # torch leaves buffers out of state dicts that can be computed again: tables of positions, masks. One
         # that a forward writes to cannot, and its version or address tells.
         self._first_marks = {name: _mark(buffer) for name, buffer in _temporary(module)}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model and of this rank's stages, whose layers may be made on the fly."""
+        in_stages = [each for stage in self.local.modules for each in stage.modules()]
+        return list(dict.fromkeys([*self.module.modules(), *in_stages]))
 
     @property
     def worker(self) -> int | None:
@@ -151,10 +156,8 @@ class EngineState:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Plain data of every rank, in rank order."""
-        if self.mesh.plan.ranks == 1:
-            return [value]
-        return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
+        """Return every rank's plain values, in rank order."""
+        return gather_values(value, self.mesh.group("all"), self.mesh.device)
 
 
 def _groups(update: Update) -> list[dict[str, Any]]:

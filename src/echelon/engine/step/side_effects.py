@@ -4,7 +4,7 @@ found, and torch's cache of cast weights is kept out.
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import numpy
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from echelon.collectives.mesh import Mesh
 from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 
 _LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
@@ -37,6 +40,18 @@ def without_side_effects(
         buffers.restore(refused=True)
         generators.restore()
         attributes.restore()
+
+
+@contextmanager
+def as_checks(mesh: Mesh, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Count what is moved as checks, and run compiled layers as they are written: they stay compiled for the
+    sizes of steps, and hooks see what is inside."""
+    is_compiled = mesh.plan.compile or any(module._compiled_call_impl for module in modules)
+    eager: AbstractContextManager[Any] = nullcontext()
+    if is_compiled:
+        eager = torch.compiler.set_stance("force_eager")
+    with mesh.ledger.only_about("checks"), eager:
+        yield
 
 
 @contextmanager
@@ -230,6 +245,28 @@ class WeightChanges:
             "ranks, microbatches and the audit of the first step see parts of it; change weights between "
             "steps, or use data=1, microbatches=1 and fp32 with audit='off'"
         )
+
+
+@final
+class FirstForward(StepObserver):
+    """Compares the weights of each stage before and after its first forward pass in training."""
+
+    def __init__(self, local: LocalStages, plan: Plan) -> None:
+        stages = {} if frees_weights(plan) else local.stages
+        self._changes = {number: WeightChanges(stage.module, plan) for number, stage in stages.items()}
+        self._unseen = set(stages)
+
+    @property
+    def has_changed(self) -> bool:
+        """Return whether a forward pass that may change weights did."""
+        return any(each.is_changed for each in self._changes.values())
+
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        stage, _ = forward.slot
+        if stage not in self._unseen or not torch.is_grad_enabled():
+            return None
+        self._unseen.remove(stage)
+        return self._changes[stage]()
 
 
 def renormalises_any(stage: nn.Module) -> bool:

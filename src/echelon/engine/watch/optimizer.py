@@ -5,13 +5,12 @@ from typing import Any, final
 
 import torch
 
-from echelon.engine.watch.inside import Inside
-from echelon.engine.watch.rules import updates_itself
+from echelon.engine.watch.outside import Inside
+from echelon.engine.watch.snapshots import needs_idle
 from echelon.errors import UserError
 from echelon.plan import Plan
-from echelon.update.optim.first_state import FirstStates
-from echelon.update.optim.needs import need_of
-from echelon.update.optim.state_forms import inner_optimizers
+from echelon.update.optim.local import FirstStates
+from echelon.update.optim.needs import inner_optimizers, need_of
 from echelon.update.precision.optimizer_call import has_step_hooks
 from echelon.update.precision.stepper import has_other_step
 
@@ -91,3 +90,9 @@ def check_coupling(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             'once, and a rank has those of its own stage; set `needs = "element"` or `needs = "whole"` on '
             "its class if it looks at one parameter at a time, or use pipeline=1"
         )
+
+
+def updates_itself(plan: Plan) -> bool:
+    """Whether `optimizer.step()` by hand is the update of one device: the optimizer has the model's own
+    parameters, all of them, and their gradients are those of the batch."""
+    return not needs_idle(plan) and plan.update == "step"

@@ -1,29 +1,72 @@
-"""The model called outside of a step: right under the plan, or refused with a sentence.
+"""The model outside of a step: what is called or read there is right under the plan, or refused with a
+sentence.
 
     model(x), generate      tensor: all logits; pipeline, context and sequence: refused, no rank can run it
     state_dict              where ranks hold parts: refused, engine.full_state_dict() has all
     load_state_dict         where ranks hold parts, or weights come and go: refused, engine.load reads files
+    layer.loss              an attribute of a layer of another stage: refused, its forward does not run here
 
 zero=3, offload and experts need all ranks in the call, as they do in a step.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.watch.absent import AbsentReads, mark_absent
-from echelon.engine.watch.inside import Inside
 from echelon.errors import UserError
-from echelon.nn.autograd.tracing import untraced
 from echelon.nn.layering import listed_layers
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import Column
 from echelon.plan import Plan
+
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module
+_RESULTS = (Tensor, type(None), float, list, dict, set, deque)  # what a forward may leave in an attribute
+
+
+@final
+class Inside:
+    """True while a method of the engine runs, and in threads of the engine's own: the same call means
+    something else when the user makes it.
+
+    Hooks on the user's modules hold it. A copy of such a module belongs to no engine: it is always inside.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self._thread = 0, threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return self._depth > 0 or threading.get_ident() != self._thread
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def __deepcopy__(self, _: Any) -> "Inside":
+        return _always_inside()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _always_inside, ()
+
+
+def _always_inside() -> Inside:
+    inside = Inside()
+    inside._depth = 1
+    return inside
 
 
 def guard_outside(
@@ -32,87 +75,63 @@ def guard_outside(
     local: LocalStages,
     layers: LayerSharding,
     wrapping: Wrapping,
+    observers: Observers,
     inside: Inside,
 ) -> None:
     """Let calls between steps be right, or say why they cannot be."""
     plan = mesh.plan
     if layers.by_layers or plan.stages > 1:
-        refusal = Refusal(inside, f"plan '{plan}': {_call_sentence(plan)}")
+        refusal = partial(_refuse, inside, f"plan '{plan}': {_call_sentence(plan)}")
         wrapping.before(GUARD, model, refusal, with_kwargs=True, prepend=True)
     elif layers.has_split_logits:
         for column in (find_wrapper(module, Column) for module in model.modules()):
             if column is not None and column.vocabulary is not None:
-                wrapping.after(GUARD, column.module, WholeLogits(column, inside))
-    holders = [model, *_holders_of_parts(model, local, layers, plan)]
+                wrapping.after(GUARD, column.module, partial(_join_logits, column, inside))
+    absent = _absent_modules(model, local, plan)
+    holders = [model, *absent.values(), *_holders_of_parts(model, layers, plan)]
     if len(holders) > 1:
         _guard_state(holders, plan, wrapping, inside)
-    absent = _absent_modules(model, local, plan)
     if absent:
         reads = AbsentReads(plan, inside)
         mark_absent(absent, reads, wrapping)
-        for stage in local.stages.values():
-            stage.check_second_runs = partial(_check_both, stage.check_second_runs, reads.check)
+        observers.add(reads)
 
 
-@final
-class Refusal:
-    """A hook that raises, unless the engine is at work."""
-
-    def __init__(self, inside: Inside, text: str) -> None:
-        self._inside, self._text = inside, text
-
-    @untraced
-    def __call__(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> None:  # noqa: ARG002
-        if not self._inside and not keep_vars:
-            raise UserError(self._text)
+# Hooks: partial functions, which torch can copy and pickle with their module.
 
 
-@final
-class WholeLogits:
-    """A hook behind the head: between steps it returns all logits, and not this rank's part of them."""
-
-    def __init__(self, column: Column, inside: Inside) -> None:
-        self._column, self._inside = column, inside
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
-        return output if self._inside else self._column.join(output)
+@untraced
+def _refuse(inside: Inside, text: str, *_: Any, **__: Any) -> None:
+    if not inside:
+        raise UserError(text)
 
 
-def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
+@untraced
+def _join_logits(column: Column, inside: Inside, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """Behind the head: return all logits between steps, and not this rank's part of them."""
+    return output if inside else column.join(output)
+
+
+def _refuse_state_dict(inside: Inside, text: str, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # which the engine itself asks for
+        _refuse(inside, text)
 
 
 def _guard_state(holders: list[nn.Module], plan: Plan, wrapping: Wrapping, inside: Inside) -> None:
     why = f"with plan '{plan}' this rank has a part of the model, or its weights only during a step"
-    saves = Refusal(inside, f"state_dict(): {why}; engine.full_state_dict() returns all of it, on every rank")
-    loads = Refusal(
-        inside,
+    saves = f"state_dict(): {why}; engine.full_state_dict() returns all of it, on every rank"
+    loads = (
         f"load_state_dict(): {why}; load before parallelize, or after engine.close(), or let engine.load "
-        "read a checkpoint",
+        "read a checkpoint"
     )
+    save_hook, load_hook = partial(_refuse_state_dict, inside, saves), partial(_refuse, inside, loads)
     for module in dict.fromkeys(holders):
-        wrapping.hold(GUARD, module, module.register_state_dict_pre_hook(_StateDictHook(saves)))
-        wrapping.hold(GUARD, module, module.register_load_state_dict_pre_hook(loads))
+        wrapping.hold(GUARD, module, module.register_state_dict_pre_hook(save_hook))
+        wrapping.hold(GUARD, module, module.register_load_state_dict_pre_hook(load_hook))
 
 
-@final
-class _StateDictHook:
-    """torch calls it with the module, the prefix and keep_vars, which the engine itself asks for."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        self._refusal = refusal
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
-        self._refusal(keep_vars=keep_vars)
-
-
-def _holders_of_parts(
-    model: nn.Module, local: LocalStages, layers: LayerSharding, plan: Plan
-) -> Iterator[nn.Module]:
-    """Modules of which this rank has a part, or nothing, between steps."""
-    yield from _absent_modules(model, local, plan).values()
+def _holders_of_parts(model: nn.Module, layers: LayerSharding, plan: Plan) -> Iterator[nn.Module]:
+    """Modules of this rank that have a part of a weight, or no values, between steps."""
     for path, module in model.named_modules():
         for key in module._parameters:
             if layers.shards_of(f"{path}.{key}".removeprefix(".")) or plan.frees_weights:
@@ -137,3 +156,123 @@ def _call_sentence(plan: Plan) -> str:
         "layers one after the other, each its own part; engine.evaluate(batch, measure) does, and "
         "engine.close() puts the model together on every rank"
     )
+
+
+# Modules of other stages: the tree of the model has them on every rank, and no pass runs them here. What
+# their forward would leave in an attribute (an auxiliary loss, a list of them) is not there, and what there
+# is comes from before the start. A read of it during a step, by the loss or a layer of another stage:
+#
+#     first step    is noted, and gets that, or zero; all ranks refuse the step before its update
+#     later         raises, and so does that of an attribute which no module ever had
+
+
+class AbsentAttributeError(UserError, AttributeError):
+    """An attribute of a module of another stage; `hasattr` takes it for one that is not there."""
+
+
+@final
+class AbsentReads(StepObserver):
+    """What was read of modules that this rank does not run."""
+
+    def __init__(self, plan: Plan, inside: Inside) -> None:
+        self._plan, self.inside = plan, inside
+        self._noted: UserError | None = None
+        self._is_first = True  # no step was decided on yet
+
+    def read(self, module: nn.Module, attribute: str, value: Any) -> Any:
+        """Somebody reads something that is not here, but a value of before; returns what to go on with."""
+        error = self.error(module, attribute)
+        if not self._is_first:
+            raise error
+        self._noted = self._noted or error
+        return torch.zeros(()) if value is None else value
+
+    def error(self, module: nn.Module, attribute: str) -> "AbsentAttributeError":
+        return AbsentAttributeError(
+            f"plan '{self._plan}': {_name_of(module)}.{attribute} is read on a rank that does not run this "
+            "module, which is of another stage: what its forward leaves there stays on the rank of that "
+            "stage; return it from the layer, through the layers behind it, to the loss; or use pipeline=1"
+        )
+
+    def call(self, module: nn.Module) -> None:
+        if not self.inside:
+            raise UserError(
+                f"plan '{self._plan}': module {_name_of(module)} is called on a rank that does not hold it, "
+                "since it is of another stage; engine.evaluate(batch) runs all stages, and engine.close() "
+                "puts the model together on every rank"
+            )
+
+    def check_first_step(self) -> None:
+        """In the first step, before its update: raise what was noted."""
+        if self._noted is not None:
+            error, self._noted = self._noted, None
+            raise error
+        self._is_first = False
+
+    def __deepcopy__(self, _: Any) -> "AbsentReads":
+        return self
+
+
+class AbsentModule:
+    """Put before the class of a module of another stage."""
+
+    _echelon_reads: AbsentReads
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if (
+            name in _OWN
+            or not isinstance(value, _RESULTS)
+            or name not in object.__getattribute__(self, "__dict__")
+        ):
+            return value
+        reads = object.__getattribute__(self, "_echelon_reads")
+        return value if _leaves_nothing(self) or not reads.inside else reads.read(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is no plain attribute: a parameter, a buffer, a module, or nothing."""
+        reads: AbsentReads = object.__getattribute__(self, "_echelon_reads")
+        try:
+            value = super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError as error:
+            if reads.inside and not name.startswith("__"):
+                raise reads.error(self, name) from error  # type: ignore[arg-type]  # hasattr may ask
+            raise
+        if value is not None or _leaves_nothing(self) or not reads.inside:
+            return value
+        return reads.read(self, name, None)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the module's own class."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, arguments, *state = reduced
+        kinds = tuple(type(self).__mro__[2] if each is type(self) else each for each in arguments)
+        return (_make, kinds, *state)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._echelon_reads.call(self)  # type: ignore[arg-type]
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def mark_absent(modules: dict[str, nn.Module], reads: AbsentReads, wrapping: Wrapping) -> None:
+    """Watch these modules, which this rank does not run."""
+    for name, module in modules.items():
+        kind = type(module)
+        content = {"_echelon_reads": reads, "_echelon_name": name, "__module__": kind.__module__}
+        absent = type(kind.__name__, (AbsentModule, kind), content)
+        wrapping.assign(module, "__class__", absent)
+
+
+def _make(kind: type, *arguments: Any) -> Any:
+    """As copyreg's, which pickle takes only for objects of the very class."""
+    return kind.__new__(kind, *arguments)
+
+
+def _leaves_nothing(module: object) -> bool:
+    """Whether its class is torch's or echelon's own: the forward of these leaves no result in an attribute,
+    and the engine reads what there is."""
+    return type(module).__mro__[2].__module__.startswith(("torch.", "echelon."))
+
+
+def _name_of(module: nn.Module) -> str:
+    return str(object.__getattribute__(module, "_echelon_name"))

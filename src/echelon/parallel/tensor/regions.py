@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.nn.autograd.products import product
+from echelon.nn.autograd.in_place import product
 from echelon.nn.autograd.saved_tensors import is_recorded
 from echelon.nn.autograd.second_run import once
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.tensor.entries import Entries, LastEntry, RecordedGroup, Way, run_in_graph
 from echelon.parallel.tensor.moves import GroupMoves, gathered, start_sum, start_sum_of_part
 
@@ -116,10 +116,10 @@ class Multiplier(Protocol):
 
 
 def can_share(x: Tensor) -> bool:
-    """Whether the products with `x` may be one node.
+    """Return whether the products with `x` may be one node.
 
-    `x` must belong to this forward pass. And nobody may record what autograd saves in order to compute it
-    again (checkpoint): the first pass, where the sharing is not known yet, saves something else.
+    `x` must belong to this forward pass. And nothing may record what autograd saves in order to compute it
+    again (recompute): the first pass, where the sharing is not known yet, saves something else.
     """
     if not torch.is_grad_enabled() or x.grad_fn is None or x.ndim < 2 or x.is_complex():
         return False

@@ -95,7 +95,7 @@ def write_file(path: Path, data: bytes) -> None:
         with part.open("wb") as file:
             file.write(data)
             file.flush()
-            # Before the rename: else the name may be on the disk first, and a power loss leaves an empty file.
+            # Before the rename: else the name may be on the disk first, and a power loss empties the file.
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:

@@ -59,8 +59,8 @@ class SnapshotMemory:
     def take(
         self, layouts: Sequence[FileLayout], tensor_of: Callable[[Slice], Tensor], later: Later = nothing
     ) -> "Snapshot":
-        """Copy the bytes of each file. What is not copied `later` is copied now, or, on a GPU, before all that
-        the device is told to do from now on."""
+        """Copy the bytes of each file. What is not copied `later` is copied now; on a GPU, before what it is
+        told next."""
         sizes = [round_up(layout.size) for layout in layouts]
         is_gpu = self._device.type == "cuda"
         if sum(sizes) > len(self._memory):
@@ -80,7 +80,7 @@ class SnapshotMemory:
         return Snapshot(files, rest, self._copy_on_device(rest) if is_gpu else None, self._device)
 
     def _copy_on_device(self, rest: Sequence[_Copy]) -> torch.cuda.Event:
-        """Copy on a stream of its own, beside what the device is told from now on. Returns an event after it."""
+        """Copy on a stream of its own, beside what the device is told next. Returns an event after it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # The weights are those of the steps so far, which the current stream may still compute.

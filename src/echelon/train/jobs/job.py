@@ -22,7 +22,7 @@ from echelon.models import (
 from echelon.plan import Plan
 from echelon.train.jobs.job_rules import job_errors
 from echelon.update.nonfinite import Nonfinite, why_unskippable
-from echelon.update.optim.schedules import Schedule, by_name
+from echelon.update.optim.learning_rate import Schedule, by_name
 
 LANGUAGE_PRESET, TEXT_SOURCE = "gpt-tiny", "stdlib"
 IMAGE_PRESET, IMAGE_SOURCE = "alexnet-tiny", "synthetic"
@@ -213,7 +213,7 @@ class Job:
 
     @property
     def engine_nonfinite(self) -> Nonfinite:
-        """What the engine does with steps that are not finite. Where the plan cannot leave them out, the loop
+        """The engine's treatment of steps that are not finite. Where the plan cannot leave them out, the loop
         ends the training."""
         can_skip = why_unskippable(Plan.parse(self.plan)) is None
         return cast(Nonfinite, self.nonfinite or "skip") if can_skip else "allow"

@@ -1,4 +1,9 @@
-"""New weights on their way from the host: sent when an update has made them, waited for when first used."""
+"""New weights on their way from the host: sent when an update has made them, waited for when first used.
+
+With delay=1 the device has W(t − 1) between two steps, and the host has W(t). An evaluation is of W(t), and
+the next step computes with W(t − 1) again: `KeptWeights` has these meanwhile, so that reading changes
+nothing.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -7,8 +12,9 @@ from torch import Tensor
 
 from echelon.collectives import Copy, HostBoundary, LateFetch
 from echelon.state.ownership import LocalParameter
-from echelon.update.offload.host_twins import Twin
+from echelon.update.offload.host_twins import HostTwins, Twin
 from echelon.update.offload.host_worker import Ticket
+from echelon.update.precision.flat_memory import views_like
 
 
 @final
@@ -82,11 +88,11 @@ class WeightReturn:
         self._delayed = []
 
     def changed_twins(self) -> list[Twin]:
-        """Those kept back whose weights somebody has changed meanwhile."""
+        """Return twins kept back whose weights the user has changed meanwhile."""
         return [twin for kept in self._delayed for twin in kept.twins if self.is_changed(twin)]
 
     def is_changed(self, twin: Twin) -> bool:
-        """Whether somebody has changed a weight since it came up, and the twin has other values."""
+        """Whether the user has changed a weight since it came up, and the twin has other values."""
         return twin.local.tensor not in self._on_the_way and twin.is_changed
 
     def _mark(self, returning: Returning) -> None:
@@ -131,5 +137,73 @@ class WeightReturn:
 
 
 def _coming(twins: Sequence[Twin]) -> list[Twin]:
-    """Those whose weights go to the device as soon as they are made; the others are fetched for each use."""
+    """Return twins whose weights go to the device as soon as they are made; others are fetched for each
+    use."""
     return [twin for twin in twins if twin.host_run is None]
+
+
+@final
+class KeptWeights:
+    """Takes memory when the newest weights are first read."""
+
+    def __init__(self, twins: HostTwins, boundary: HostBoundary) -> None:
+        self._twins, self._boundary = twins, boundary
+        self._memory: list[Tensor] = []
+        self._views: dict[Tensor, Tensor] = {}  # by local parameter
+        self._replaced: Sequence[Returning] = ()
+        boundary.account("parameters", lambda: self._memory)
+
+    def keep(self, replaced: Sequence[Returning]) -> None:
+        """The weights of these updates are about to come up."""
+        if not self._memory:
+            self._allocate()
+        self._replaced = replaced
+        stores = [
+            self._boundary.store(self._views[twin.local.tensor], twin.local.tensor.detach())
+            for twin in self._kept()
+            if twin.host_run is None
+        ]
+        for twin in self._kept():
+            if twin.host_run is not None:
+                twin.host_run.join()
+                self._views[twin.local.tensor].copy_(twin.host_run.memory)
+        for copy in stores:
+            copy.wait()
+
+    def forget(self) -> None:
+        """The newest weights stay."""
+        self._replaced = ()
+
+    def put_back(self) -> Sequence[Returning]:
+        """Bring back what was kept. Returns the updates that are late again."""
+        fetches = [
+            self._boundary.fetch(twin.local.tensor.detach(), self._views[twin.local.tensor])
+            for twin in self._kept()
+            if twin.host_run is None
+        ]
+        for twin in self._kept():
+            if twin.host_run is not None:
+                twin.host_run.join()
+                twin.host_run.memory.copy_(self._views[twin.local.tensor])
+        for copy in fetches:
+            copy.wait()
+        replaced, self._replaced = self._replaced, ()
+        return replaced
+
+    def is_changed(self) -> bool:
+        """Whether the user has changed a weight since the newest came up."""
+        return any(twin.is_changed for twin in self._kept())
+
+    def num_bytes(self) -> int:
+        """Return the bytes that it may take."""
+        return sum(twin.local.tensor.nbytes for twin in self._twins.all)
+
+    def _kept(self) -> list[Twin]:
+        return [twin for each in self._replaced for twin in each.twins]
+
+    def _allocate(self) -> None:
+        for dtype in dict.fromkeys(twin.local.tensor.dtype for twin in self._twins.all):
+            twins = [twin for twin in self._twins.all if twin.local.tensor.dtype == dtype]
+            memory, views = views_like([twin.local.tensor for twin in twins], dtype, self._boundary.empty)
+            self._memory.append(memory)
+            self._views |= {twin.local.tensor: view for twin, view in zip(twins, views, strict=True)}

@@ -7,7 +7,8 @@ The options and what they mean are those of torch.optim.Adafactor, with the same
     U          G / √V
     W          −= α U / max(1, RMS(U) / d),   with α = max(ε₂, RMS(W)) · min(lr, 1 / √step)
 
-The sums behind R, C, RMS(W) and RMS(U) are over the whole tensor, whoever holds it: two messages per update.
+The sums behind R, C, RMS(W) and RMS(U) are over the whole tensor, over all ranks that hold parts: two
+messages per update.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,19 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.update.optim.exchange import Box, Shape, StatisticsBuffer, add_in_turns, whole_box
-from echelon.update.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions, rate_of
+from echelon.update.optim.sum_optimizer import (
+    Box,
+    Entry,
+    ParamGroup,
+    Shape,
+    StatisticsBuffer,
+    SumOptimizer,
+    Work,
+    add_in_turns,
+    portions,
+    rate_of,
+    whole_box,
+)
 
 
 @final
@@ -67,7 +79,13 @@ class Adafactor(SumOptimizer):
             },
         )
 
-    def _new_state(self, group: Group, entry: Entry, tensor: Tensor, dtype: torch.dtype) -> dict[str, Any]:  # noqa: ARG002
+    def _new_state(
+        self,
+        group: ParamGroup,  # noqa: ARG002
+        entry: Entry,
+        tensor: Tensor,
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
         step = torch.zeros((), dtype=torch.float64, device=tensor.device)
         if not _is_factored(entry):
             return {"step": step, "variance": torch.zeros_like(tensor, dtype=dtype)}
@@ -93,7 +111,7 @@ class Adafactor(SumOptimizer):
             _apply(group, entries, of_group, squares, lengths, work)
 
     def _normalize(
-        self, group: Group, entries: Sequence[Entry], lengths: StatisticsBuffer, work: Work
+        self, group: ParamGroup, entries: Sequence[Entry], lengths: StatisticsBuffer, work: Work
     ) -> list[Tensor]:
         """U of each box, in memory of its gradient if that may be used up; `lengths` get its squares."""
         updates: list[Tensor] = []
@@ -127,7 +145,7 @@ def _is_factored(entry: Entry) -> bool:
 
 
 def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
-    """What is here of the sums of squares."""
+    """Add this rank's part of the sums of squares."""
     weights = [weight for entry in entries for weight in entry.weights]
     _add_norms(entries, [sums[entry.part.number][0] for entry in entries], weights)
     matrices = [entry for entry in entries if _is_factored(entry)]
@@ -174,7 +192,7 @@ def _add_norms(entries: Sequence[Entry], targets: Sequence[Tensor], boxes: list[
     )
 
 
-def _average(group: Group, entries: Sequence[Entry], sums: StatisticsBuffer, work: Work) -> None:
+def _average(group: ParamGroup, entries: Sequence[Entry], sums: StatisticsBuffer, work: Work) -> None:
     """Move the averages: by step ** beta2_decay of the way to the squares of this gradient."""
     steps = [entry.state["step"] for entry in entries]
     torch._foreach_add_(steps, [work.kept(1.0)] * len(steps))  # one tensor for all would be read
@@ -197,11 +215,11 @@ def _average(group: Group, entries: Sequence[Entry], sums: StatisticsBuffer, wor
 
 
 def _counted(entries: Sequence[Entry]) -> Tensor:
-    """The number of each parameter's update. One that was refused counts none: then it may be the first."""
-    return torch.stack([entry.state["step"] for entry in entries]).clamp(min=1.0)
+    """The number of each parameter's update: 0 if all were refused, this one too."""
+    return torch.stack([entry.state["step"] for entry in entries])
 
 
-def _second_moments(group: Group, entry: Entry) -> list[Tensor]:
+def _second_moments(group: ParamGroup, entry: Entry) -> list[Tensor]:
     """V of each box, in memory of its own."""
     if not _is_factored(entry):
         return [view.clone() for view in entry.part.views(entry.state["variance"])]
@@ -211,7 +229,7 @@ def _second_moments(group: Group, entry: Entry) -> list[Tensor]:
 
 
 def _apply(
-    group: Group,
+    group: ParamGroup,
     entries: Sequence[Entry],
     updates: Sequence[Tensor],
     squares: StatisticsBuffer,
@@ -239,7 +257,7 @@ def _rms(entries: Sequence[Entry], sums: StatisticsBuffer) -> Tensor:
     return torch.stack(torch._foreach_div(totals, numels)).double().sqrt()
 
 
-def _least(group: Group, entry: Entry) -> float:
+def _least(group: ParamGroup, entry: Entry) -> float:
     """The least √V."""
     least: float | None = group["eps"][0]
     return torch.finfo(entry.weights[0].dtype).eps if least is None else least

@@ -1,4 +1,4 @@
-"""What an optimizer must see of a parameter to update it.
+"""How much of a parameter an optimizer must see to update it.
 
     element   each element alone: a rank can update any run of elements        AdamW, SGD
     sums      sums over rows, columns or all of it: ranks add up theirs        Adafactor and SM3 of echelon
@@ -7,6 +7,7 @@
 An optimizer of yours says it by an attribute, `needs = "whole"`.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -36,12 +37,12 @@ _ELEMENTWISE = (
     "Rprop",
     "SGD",
 )
-# Those that look at one whole parameter at a time.
+# Those that need one whole parameter at a time.
 _WHOLE = ("Adafactor", "Muon")
 
 
 def need_of(optimizer: torch.optim.Optimizer) -> Need | None:
-    """What an optimizer needs, as it says or as it is known of torch's; None if nobody knows."""
+    """Return what an optimizer needs, as it declares or as torch's are known to; None if it is unknown."""
     declared = getattr(optimizer, "needs", None)
     if declared is not None:
         return _declared(optimizer, declared)
@@ -50,13 +51,19 @@ def need_of(optimizer: torch.optim.Optimizer) -> Need | None:
     return Need.WHOLE if _is_torch_s(optimizer, _WHOLE) else None
 
 
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers of a CombinedOptimizer, or the optimizer itself."""
+    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
+    return inside
+
+
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is one of torch's own that treat every element alike."""
     return _is_torch_s(optimizer, _ELEMENTWISE)
 
 
 def check_parts(optimizer: torch.optim.Optimizer, plan: str) -> None:
-    """Refuse an optimizer of which nobody knows what it needs, where ranks hold parts of parameters."""
+    """Refuse an optimizer whose needs are unknown, where ranks hold parts of parameters."""
     if need_of(optimizer) is None:
         name = type(optimizer).__name__
         raise UserError(

@@ -6,8 +6,8 @@
     W          −= lr · M, or lr · U
     the accumulator of an index    the largest ν of all elements that have it
 
-The largest is over the whole tensor, whoever holds it: one message per update. A vector has an accumulator
-for each element, so that ν is the sum of G², as in Adagrad.
+The largest is over the whole tensor, over all ranks that hold parts: one message per update. A vector has an
+accumulator for each element, so that ν is the sum of G², as in Adagrad.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.update.optim.exchange import Box, Shape, StatisticsBuffer, maximum_in_turns, whole_box
-from echelon.update.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions, rate_of
+from echelon.update.optim.sum_optimizer import (
+    Box,
+    Entry,
+    ParamGroup,
+    Shape,
+    StatisticsBuffer,
+    SumOptimizer,
+    Work,
+    maximum_in_turns,
+    portions,
+    rate_of,
+    whole_box,
+)
 
 _MOST_DIMS = 64  # of any tensor
 
@@ -64,7 +75,9 @@ class SM3(SumOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _new_state(self, group: Group, entry: Entry, tensor: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    def _new_state(
+        self, group: ParamGroup, entry: Entry, tensor: Tensor, dtype: torch.dtype
+    ) -> dict[str, Any]:
         state = {
             f"accumulator_{dim}": torch.zeros(shape, dtype=dtype, device=tensor.device)
             for dim, shape in enumerate(_accumulators(entry.shape))
@@ -125,7 +138,7 @@ def _second_moments(entry: Entry) -> list[Tensor]:
 def _collect_largest(
     entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], largest: StatisticsBuffer
 ) -> None:
-    """What is here of the new accumulators."""
+    """Collect this rank's part of the new accumulators."""
     pairs = list(zip(entries, moments, strict=True))
     for dim in range(max(_num_accumulators(entry) for entry in entries)):
         having = [(entry, of_one) for entry, of_one in pairs if dim < _num_accumulators(entry)]
@@ -136,13 +149,13 @@ def _collect_largest(
 
 
 def _largest(moment: Tensor, dim: int) -> Tensor:
-    """Of each index of `dim`."""
+    """Return the largest element of each index of `dim`."""
     others = [other for other in range(moment.dim()) if other != dim]
     return moment.amax(others, keepdim=True) if others else moment
 
 
 def _normalize(
-    group: Group, entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], work: Work
+    group: ParamGroup, entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], work: Work
 ) -> list[Tensor]:
     """U of each box, in the memory of ν; or M, which stays in the state."""
     updates = [moment for of_one in moments for moment in of_one]
@@ -161,7 +174,7 @@ def _normalize(
     return smoothed
 
 
-def _apply(group: Group, entries: Sequence[Entry], updates: list[Tensor], work: Work) -> None:
+def _apply(group: ParamGroup, entries: Sequence[Entry], updates: list[Tensor], work: Work) -> None:
     weights = [weight for entry in entries for weight in entry.weights]
     lr = rate_of(group, weights[0].device)
     dtype = torch.promote_types(weights[0].dtype, torch.float32)

@@ -13,8 +13,9 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.update.precision.optimizer_call import Factor, Skip, on_device
-from echelon.update.precision.rounding import has_kernel
+from echelon.update.numbers import Flag, Number
+from echelon.update.precision.flat_memory import has_kernel
+from echelon.update.precision.optimizer_call import on_device
 
 _ALIGNMENT = 16  # bytes: what the kernel reads at once
 
@@ -32,7 +33,7 @@ class Element(NamedTuple):
 
 @final
 class Prepared:
-    """What the kernel is given for some masters, as long as all of it lies where it lay.
+    """Arguments of the kernel for some masters, valid while all of it lies where it lay.
 
     It holds no gradient: those of the next step may need the memory.
     """
@@ -80,7 +81,7 @@ class FusedAdam:
         return self._prepared[masters[0]]
 
     def forget(self) -> None:
-        """State has other memory: look for it again."""
+        """State has other memory: find it again."""
         self._prepared.clear()
 
     def _suits(self) -> bool:
@@ -94,7 +95,8 @@ class FusedAdam:
     def _addresses(
         self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> list[int] | None:
-        """Of all that belongs to the masters, read again in each step: it costs little of a step's time."""
+        """Return the addresses of all that belongs to the masters, in each step: it costs little of its
+        time."""
         addresses = []
         for weight, master in zip(weights, masters, strict=True):
             state, gradient = self._optimizer.state.get(master), weight.grad
@@ -131,8 +133,8 @@ class FusedAdam:
         return element if all(_lies_like(tensor, master) for tensor in element[:-1]) else None
 
     @torch.no_grad()
-    def step(self, prepared: Prepared, factor: Factor, skip: Skip) -> None:
-        """Gradients are multiplied by `factor`; where `skip`, nothing changes. Nobody waits for either."""
+    def step(self, prepared: Prepared, factor: Number, skip: Flag) -> None:
+        """Gradients are multiplied by `factor`; where `skip`, nothing changes. Neither is read."""
         from echelon.update.precision.fused_adam_kernel import update
 
         chosen = [next(iter(self._optimizer.state))]

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, MismatchError
+from echelon.collectives.agreement import Difference, check_same_text, gather_values, is_same
 from echelon.errors import UserError
 from echelon.parallel.data.parameter_set import Unit
 from echelon.parallel.data.sharing import Problem
-from echelon.parallel.data.text_agreement import Difference, check_same_text
 
 
 @final
 class GatherAgreement:
-    """What the ranks that shard one copy are about to do, until it is closed.
+    """Compares what the ranks that shard one copy are about to do, until it is closed.
 
     `replicas`: all ranks of the set. One of several groups that stopped in the middle of a step would leave
     the others waiting, so all are told at the end of each pass.
@@ -37,7 +37,7 @@ class GatherAgreement:
         self._actions += [f"reduces the gradients of {name}" for name in names]
         self._num_units = len(units)
         self._is_open = True
-        self._error: UserError | None = None  # is raised again: whoever runs a pass may have caught it
+        self._error: UserError | None = None  # is raised again: the code around a pass may have caught it
 
     def close(self) -> None:
         """All ranks agree: compare no more."""
@@ -60,18 +60,13 @@ class GatherAgreement:
             return
         if self._error is not None:
             raise self._error
-        with self._group.ledger.about("agreement"):
-            extremes = torch.tensor([action, -action], device=self._device)
-            self._group.all_reduce(extremes, "max")
-            highest, lowest = extremes.tolist()
-            if highest != -lowest:
-                actions = torch.empty(self._group.size, dtype=torch.int64, device=self._device)
-                self._group.all_gather(actions, torch.tensor([action], device=self._device))
-                self._is_told(True)
-                self._fail(self._difference(actions))
+        if not is_same([action], self._group, self._device):
+            actions = gather_values(action, self._group, self._device)
+            self._is_told(True)
+            self._fail(self._difference(actions))
 
     def _is_told(self, has_difference: bool) -> bool:
-        """Whether any group has found a difference; once per pass on each rank."""
+        """Return whether any group has found a difference; once per pass on each rank."""
         if self._replicas.size == self._group.size:
             return False
         flag = torch.tensor([has_difference], dtype=torch.uint8, device=self._device)
@@ -83,8 +78,7 @@ class GatherAgreement:
         self._error = UserError(message)
         raise self._error
 
-    def _difference(self, actions: Tensor) -> str:
-        numbers = actions.tolist()
+    def _difference(self, numbers: Sequence[int]) -> str:
         other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
         first, second = self._actions[numbers[0]], self._actions[numbers[other]]
         axis = self._group.axis
