@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode, held
 from echelon.engine.audit.agreement import RankAgreement
-from echelon.engine.audit.audit_batch import GivenBatch, sample_traits, union
+from echelon.engine.audit.audit_batch import NUM_TRAITS, GivenBatch, sample_traits, shown_traits
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
@@ -84,7 +85,7 @@ class Audit:
         self._watches = watches and mode == "sampled" and gradients is not None
         self._num_steps = self._num_skipped = 0
         self._next = 1 if gradients is not None else 0  # the next step that is due, of this engine's
-        self._known = 0  # traits of audited batches
+        self._known = torch.zeros(NUM_TRAITS, dtype=torch.bool)  # traits of audited batches
         self._unread: _Unread | None = None
         self._said: set[str] = set()
         self.results: list[AuditResult] = []
@@ -122,12 +123,16 @@ class Audit:
     def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor) -> bool:
         """Whether any replica's batch has a trait that was not compared yet. On a device the next step tells:
         to read there is to wait."""
-        flag = ((union(traits) & ~self._known) != 0).long().view(1)
+        flag = self._new(traits).any().long().view(1)
         self._unread = _Unread(batch, step, traits, HostCopy(self._agreement.largest(flag)))
         if self._agreement.is_late:
             return False
         unread, self._unread = self._unread, None
         return unread.is_new.wait()[0] > 0
+
+    def _new(self, traits: Tensor) -> Tensor:
+        self._known = self._known.to(traits.device)  # in the first step; then it is there
+        return shown_traits(traits) & ~self._known
 
     def _ask_late(self) -> None:
         unread, self._unread = self._unread, None
@@ -136,17 +141,18 @@ class Audit:
 
     def _compare(self, batch: GivenBatch, step: int, traits: Tensor | None) -> None:
         assert self._gradients is not None
-        known, source = self._known, 0
+        new, source = None, 0
         if traits is not None:
-            mine = int(union(traits))
-            rows = self._agreement.gather([mine & ~known, mine, self._gradients.replica])
-            source = next((replica for new, _, replica in rows if new), 0)
-            for _, traits_of_rank, _ in rows:
-                self._known |= traits_of_rank
+            shown, new = shown_traits(traits), self._new(traits)
+            own = [bool(new.any()), shown.nonzero().flatten().tolist(), self._gradients.replica]
+            rows = self._agreement.gather(own)
+            source = next((replica for has_new, _, replica in rows if has_new), 0)
+            for _, numbers, _ in rows:
+                self._known[numbers] = True
         with self._around():
             if not self.results:
                 self.results = self._weights()
-            result = self._gradients(batch, step, traits=traits, known=known, source=source)
+            result = self._gradients(batch, step, traits=traits, new=new, source=source)
         self._say(result)
         self.results[1:] = [result]
 

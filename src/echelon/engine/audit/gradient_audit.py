@@ -93,10 +93,16 @@ class GradientAudit:
         return max(dtype, torch.get_autocast_dtype(kind), key=lambda each: torch.finfo(each).eps)
 
     def __call__(
-        self, batch: GivenBatch, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
+        self,
+        batch: GivenBatch,
+        step: int,
+        *,
+        traits: Tensor | None = None,
+        new: Tensor | None = None,
+        source: int = 0,
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
-        choose = partial(choose_samples, batch, traits, known, source, self._mesh, self._agreement)
+        choose = partial(choose_samples, batch, traits, new, source, self._mesh, self._agreement)
         try:
             with (
                 as_checks(self._mesh, self._modules),
