@@ -9,8 +9,8 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -25,15 +25,12 @@ from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.side_effects import WeightChanges, frees_weights, keeps_changes, restored_weights
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.dtypes import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import split_loss
-from echelon.plan import Plan
 from echelon.state.ownership import OwnedSlice, StateNames
 from echelon.update.numbers import HostCopy
 
@@ -73,21 +70,20 @@ class Audit:
         self,
         mode: Mode,
         gradients: GradientAudit | None,
-        weights: Callable[[], list[AuditResult]],
+        check_weights: Callable[[], AuditResult],
         agreement: RankAgreement,
-        around: Callable[[], AbstractContextManager[None]],
         *,
         watches: bool,
     ) -> None:
-        """`around`: what is watched while the model runs. `watches`: whether the traits of batches count."""
-        self._mode, self._gradients, self._weights = mode, gradients, weights
-        self._agreement, self._around = agreement, around
+        """`check_weights`: the entry that is asked once. `watches`: whether the traits of batches count."""
+        self._mode, self._gradients, self._check_weights = mode, gradients, check_weights
+        self._agreement = agreement
         self._watches = watches and mode == "sampled" and gradients is not None
         self._num_steps = self._num_skipped = 0
         self._next = 1 if gradients is not None else 0  # the next step that is due, of this engine's
         self._known = torch.zeros(NUM_TRAITS, dtype=torch.bool)  # traits of audited batches
         self._unread: _Unread | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.results: list[AuditResult] = []
 
     @property
@@ -149,17 +145,16 @@ class Audit:
             source = next((replica for has_new, _, replica in rows if has_new), 0)
             for _, numbers, _ in rows:
                 self._known[numbers] = True
-        with self._around():
-            if not self.results:
-                self.results = self._weights()
-            result = self._gradients(batch, step, traits=traits, new=new, source=source)
-        self._say(result)
+        if not self.results:
+            self.results = [self._check_weights()]
+        result = self._gradients(batch, step, traits=traits, new=new, source=source)
+        self._warn(result)
         self.results[1:] = [result]
 
-    def _say(self, result: AuditResult) -> None:
-        """Once, on rank 0: what could not be compared."""
-        if result.outcome == "skipped" and result.is_final and result.reason not in self._said:
-            self._said.add(result.reason)
+    def _warn(self, result: AuditResult) -> None:
+        """Say once, on rank 0, why nothing could be compared."""
+        if result.outcome == "skipped" and result.is_final and result.reason not in self._warned:
+            self._warned.add(result.reason)
             if self._agreement.rank == 0:
                 warnings.warn(
                     f"the audit of gradients was skipped: {result.reason}; nothing shows that this plan "
@@ -181,59 +176,33 @@ def make_audit(
 ) -> Audit:
     """The audit of a plan; its model is split and wrapped by now."""
     mesh, local, plan = state.mesh, state.local, state.mesh.plan
-    # Asynchronous workers wait for nobody.
+    # Asynchronous workers do not wait for each other.
     group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
     agreement = RankAgreement(group, mesh.device)
+    trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
+    check_weights = partial(check_finite_weights, local.owned_weights, trained, agreement)
     if settings.form is None:
-        return Audit("off", None, list, agreement, nullcontext, watches=False)
+        return Audit("off", None, check_weights, agreement, watches=False)
     settings.form.settle()
     dtype = DTYPES[plan.precision]
     reference = Reference(state.module, settings.form, layers.whole_loss, scopes, mesh.device, dtype)
-    trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
+    gradients = GradientAudit(state, runner, scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
-    return Audit(
-        settings.mode,
-        GradientAudit(state, runner, scopes, reference, agreement),
-        lambda: [check_finite_weights(local.owned_weights(), trained, agreement)],
-        agreement,
-        lambda: _unchanged_weights(local, plan, agreement),
-        watches=is_cut,
-    )
-
-
-@contextmanager
-def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement) -> Iterator[None]:
-    """Raise, on every rank, if an audit has changed weights: the first step would not find out any more.
-    Where a forward may change them, they are put back. With zero=3, whoever frees a weight looks."""
-    if keeps_changes(plan) and not frees_weights(plan):
-        with restored_weights(local.modules):
-            yield
-        return
-    # A rehearsal of units that are updated in the backward pass marks their weights as changed.
-    is_checked = not frees_weights(plan) and plan.update == "step"
-    changes = [WeightChanges(module, plan) for module in local.modules] if is_checked else []
-    before = [change.states() for change in changes]
-    yield
-
-    def check() -> None:
-        for change, states in zip(changes, before, strict=True):
-            change.check(states)
-
-    agreement.check(check)
+    return Audit(settings.mode, gradients, check_weights, agreement, watches=is_cut)
 
 
 def check_finite_weights(
-    owned: Iterable[OwnedSlice], trained: frozenset[str], agreement: RankAgreement
+    owned: Callable[[], Iterable[OwnedSlice]], trained: frozenset[str], agreement: RankAgreement
 ) -> AuditResult:
     """An entry of the audit: weights that are NaN or infinite are named before the training begins. `owned`:
     what this rank holds of each weight; `trained`: those that learn."""
-    names = list(dict.fromkeys(piece.slice.name for piece in owned if _is_wrong(piece, trained)))
+    names = list(dict.fromkeys(piece.slice.name for piece in owned() if _is_wrong(piece, trained)))
     agreement.check(lambda: _refuse(names, agreement.rank))
     return held("finite weights")
 
 
 def _is_wrong(piece: OwnedSlice, trained: frozenset[str]) -> bool:
-    """Whether it holds something that is no number; a frozen one may be infinite, as masks are."""
+    """Return whether it holds something that is no number; a frozen one may be infinite, as masks are."""
     tensor = piece.tensor.detach()
     wrong = ~tensor.isfinite() if piece.slice.name in trained else tensor.isnan()
     return bool(wrong.any())

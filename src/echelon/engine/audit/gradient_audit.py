@@ -8,8 +8,8 @@
 Both sides begin with the same buffers, attributes and generators, and leave none of them changed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import NamedTuple, final
 
@@ -35,7 +35,12 @@ from echelon.engine.model_checks import is_cut
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.side_effects import as_checks, without_autocast_cache, without_side_effects
+from echelon.engine.step.side_effects import (
+    as_checks,
+    unchanged_weights,
+    without_autocast_cache,
+    without_side_effects,
+)
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
 from echelon.memory.gist import uncompressed
@@ -97,19 +102,23 @@ class GradientAudit:
         batch: GivenBatch,
         step: int,
         *,
-        traits: Tensor | None = None,
-        new: Tensor | None = None,
-        source: int = 0,
+        traits: Tensor | None,
+        new: Tensor | None,
+        source: int,
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
         choose = partial(choose_samples, batch, traits, new, source, self._mesh, self._agreement)
+        with (
+            unchanged_weights(self._local.modules, self._mesh.plan, self._agreement.check),
+            as_checks(self._mesh, self._modules),
+            without_autocast_cache(),
+            uncompressed(),
+        ):
+            return self._audit(choose, step)
+
+    def _audit(self, choose: Callable[..., AuditBatch | None], step: int) -> AuditResult:
         try:
-            with (
-                as_checks(self._mesh, self._modules),
-                without_autocast_cache(),
-                uncompressed(),
-                self._device.ready(),
-            ):
+            with self._device.ready():
                 compared = self._compare(choose, step)
                 self._raise_if(compared)
                 self._agreement.check(lambda: refuse_limits(compared.hooks, self._mesh.plan))
@@ -230,16 +239,14 @@ class GradientAudit:
         _, count, weighted = tally[:3].tolist()
         return self._owned(captured), weighted / count / count if count else 0.0
 
-    @contextmanager
     def _scope(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, number: int
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Of a microbatch: where its samples are among those of one device, whose first draws are its own."""
         if generators is not None:
             generators.restore()
         place = samples.places[number % len(samples.places)]
-        with self._scopes.at_place(step, place, samples.per_part):
-            yield
+        return self._scopes.at_place(step, place, samples.per_part)
 
     def _owned(self, captured: Mapping[Tensor, Tensor]) -> list[OwnedSlice]:
         owned = []

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.saving.engine_state import EngineState
@@ -45,7 +45,7 @@ class NonfiniteSearch:
 
     def keep(self, batch: Batch, step: int) -> None:
         """Copy the batch of a step: the user may change it when the step has returned."""
-        copy = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        copy = tree_map_only(Tensor, torch.clone, batch)
         self._kept = {number: kept for number, kept in self._kept.items() if number == step - 1}
         self._kept[step] = copy
 
