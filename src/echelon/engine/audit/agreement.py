@@ -20,7 +20,7 @@ class RankAgreement:
 
     @property
     def is_late(self) -> bool:
-        """Whether to read `largest` at once would wait for a device."""
+        """Return whether to read `largest` at once would wait for a device."""
         return self._device.type == "cuda"
 
     @property

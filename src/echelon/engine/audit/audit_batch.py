@@ -179,13 +179,14 @@ def shown_traits(traits: Tensor) -> Tensor:
 
 def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:
     """Choose `count` samples, the first and the last in the order of how much they have of `new` traits, or
-    else of zeros, negative numbers and NaNs: parts of them have different amounts."""
+    else of zeros, negative numbers and NaNs: parts of them have different amounts. Among those of one amount
+    samples with the same traits are next to each other."""
     wanted = new.clone()
     if not new.any():
         wanted[_FLAGS] = True
     wanted[_FLAGS] |= wanted[_OTHER_AMOUNTS]
     wanted[_OTHER_AMOUNTS] = False
-    amounts, rows = traits[:, wanted].sum(1).tolist(), traits.tolist()
+    amounts, rows = traits[:, wanted].sum(1).tolist(), (traits > 0).flip(1).tolist()
     has_new: list[bool] = (traits[:, new] > 0).any(1).tolist()
     ordered = sorted(range(len(rows)), key=lambda number: (amounts[number], rows[number]))
     most = [number for number in reversed(ordered) if has_new[number]][: -(-count // 2)]

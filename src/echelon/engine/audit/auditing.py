@@ -39,7 +39,7 @@ _NAMED = 5  # weights that are not finite
 
 
 class AuditSettings(NamedTuple):
-    """What `parallelize` was told, and the model as it was before it was split."""
+    """Settings of the audit, and the model as it was before it was split."""
 
     mode: Mode
     check_every: int
@@ -88,7 +88,7 @@ class Audit:
 
     @property
     def is_on(self) -> bool:
-        """Whether steps may be audited, from the next one on."""
+        """Return whether steps may be audited, from the next one on."""
         return self._next > 0 or self._watches
 
     def ask(self, batch: GivenBatch, step: int, *, is_empty: bool, refusal: UserError | None = None) -> None:
@@ -117,8 +117,8 @@ class Audit:
             self._next = 2 ** self._num_steps.bit_length() if self._mode == "sampled" else 0
 
     def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor) -> bool:
-        """Whether any replica's batch has a trait that was not compared yet. On a device the next step tells:
-        to read there is to wait."""
+        """Return whether any replica's batch has a trait that was not compared yet. On a device the next step
+        tells: to read there is to wait."""
         flag = self._new(traits).any().long().view(1)
         self._unread = _Unread(batch, step, traits, HostCopy(self._agreement.largest(flag)))
         if self._agreement.is_late:
@@ -163,7 +163,8 @@ class Audit:
                 )
 
     def late_error(self) -> UserError | None:
-        """What was not yet known of the last batch; all ranks ask together. Waits for the device."""
+        """Return the error of the last batch that is still on its way; all ranks ask together. Waits for the
+        device."""
         try:
             self._ask_late()
         except UserError as error:
@@ -174,7 +175,7 @@ class Audit:
 def make_audit(
     settings: AuditSettings, state: EngineState, runner: StepRunner, scopes: Scopes, layers: LayerSharding
 ) -> Audit:
-    """The audit of a plan; its model is split and wrapped by now."""
+    """Make the audit of a plan, whose model is split and wrapped by now."""
     mesh, local, plan = state.mesh, state.local, state.mesh.plan
     # Asynchronous workers do not wait for each other.
     group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
@@ -194,8 +195,8 @@ def make_audit(
 def check_finite_weights(
     owned: Callable[[], Iterable[OwnedSlice]], trained: frozenset[str], agreement: RankAgreement
 ) -> AuditResult:
-    """An entry of the audit: weights that are NaN or infinite are named before the training begins. `owned`:
-    what this rank holds of each weight; `trained`: those that learn."""
+    """Refuse, on every rank, weights that are NaN or infinite before the training begins. `owned`: what this
+    rank holds of each weight; `trained`: those that learn."""
     names = list(dict.fromkeys(piece.slice.name for piece in owned() if _is_wrong(piece, trained)))
     agreement.check(lambda: _refuse(names, agreement.rank))
     return held("finite weights")

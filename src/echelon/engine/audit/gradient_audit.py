@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.engine.audit import AuditResult, held, skipped
 from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.audit.diagnosis import explain
@@ -30,7 +31,6 @@ from echelon.engine.audit.gradient_comparison import (
 from echelon.engine.audit.hook_limits import refuse_limits, watched_hooks
 from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, OneDevice
 from echelon.engine.audit.reference import Reference, Result, Run
-from echelon.engine.audit.report import AuditResult, held, skipped
 from echelon.engine.model_checks import is_cut
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.missing_operation import missing_operation
@@ -91,7 +91,7 @@ class GradientAudit:
 
     @property
     def _type(self) -> torch.dtype:
-        """The coarsest type of what is computed: autocast casts all but float64."""
+        """Return the coarsest type of what is computed: autocast casts all but float64."""
         kind, dtype = self._reference.device.type, self._reference.dtype
         if dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return dtype
@@ -166,7 +166,8 @@ class GradientAudit:
             raise UserError(error)
 
     def _judge(self, compared: _Compared, device: OneDevice) -> str:
-        """An error, if neither rounding nor other draws can be what makes gradients differ. Rank 0 tells."""
+        """Return an error, if neither rounding nor other draws explain why gradients differ; that of rank 0
+        counts."""
         samples, run, result, found, _ = compared
         eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
@@ -186,7 +187,7 @@ class GradientAudit:
     def _rehearse(
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
     ) -> tuple[AuditBatch, Run, Result]:
-        """The samples, and what one device computes of them. A model that does not take a small part of a
+        """Choose samples, and let one device compute them. A model that does not take a small part of a
         microbatch is given whole ones."""
         samples = choose(is_small=is_small)
         if samples is None:
@@ -219,7 +220,7 @@ class GradientAudit:
     def _run_plan(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, *, training: bool
     ) -> tuple[list[OwnedSlice], float]:
-        """This rank's gradients as boxes of whole ones, and what makes them those of the mean."""
+        """Return this rank's gradients as boxes of whole ones, and what makes them those of the mean."""
         local, units, device = self._local, self._update.units, self._mesh.device
         captured: dict[Tensor, Tensor] = {}
         with ExitStack() as stack:
@@ -242,7 +243,7 @@ class GradientAudit:
     def _scope(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, number: int
     ) -> AbstractContextManager[None]:
-        """Of a microbatch: where its samples are among those of one device, whose first draws are its own."""
+        """Place a microbatch among the samples of one device, whose first draws it makes too."""
         if generators is not None:
             generators.restore()
         place = samples.places[number % len(samples.places)]

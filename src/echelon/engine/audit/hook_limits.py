@@ -83,7 +83,7 @@ def _watch_late(note: Callable[[], None], hook: Callable[[Tensor], None], parame
 def _compare_enlarged(
     note: Callable[[], None], hook: Callable[[Tensor], Tensor | None], before: Tensor, changed: Tensor
 ) -> None:
-    """Note a hook that made `changed` of `before`, and does not make as many times it of many times `before`."""
+    """Note a hook that made `changed` of `before`, and does not enlarge it as much as `before`."""
     size = float(before.abs().max()) if before.numel() and before.layout == torch.strided else 0.0
     info = torch.finfo(before.dtype)
     times = min(_LARGE, info.max**0.5) / size if size else 0.0

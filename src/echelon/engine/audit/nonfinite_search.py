@@ -41,7 +41,7 @@ class NonfiniteSearch:
         self._runner, self._state = runner, state
         mesh = state.mesh
         self._agreement = RankAgreement(mesh.group("all") if mesh.plan.ranks > 1 else None, mesh.device)
-        self._kept: dict[int, Batch] = {}  # steps that may turn out to be the last that is skipped
+        self._kept: dict[int, Batch] = {}  # of steps that may be the last that is skipped
 
     def keep(self, batch: Batch, step: int) -> None:
         """Copy the batch of a step: the user may change it when the step has returned."""
@@ -157,14 +157,14 @@ def _may_be_wrong(tensor: Tensor) -> bool:
 
 
 def _wrong_weights(local: LocalStages) -> list[str]:
-    """Trained weights of which this rank holds NaN or infinite values."""
+    """List trained weights of which this rank holds NaN or infinite values."""
     trained = {name for sharing in local.sharings for name, _ in sharing.parameter_set.trained}
     owned = [each for each in local.owned_weights() if each.slice.name in trained]
     return list(dict.fromkeys(each.slice.name for each in owned if wrong_value(each.tensor)))
 
 
 def _wrong_gradients(local: LocalStages) -> list[str]:
-    """Parameters whose summed gradients are not finite here."""
+    """List parameters whose summed gradients are not finite here."""
     with_gradients = [each for each in local.local_parameters() if each.tensor.grad is not None]
     return list(dict.fromkeys(each.name for each in with_gradients if wrong_value(each.tensor.grad)))
 
@@ -209,7 +209,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Report:
-    """What one rank has found: in passes, in its weights, in its batch, in the sums of gradients."""
+    """Findings of one rank: in passes, in its weights, in its batch, in the sums of gradients."""
 
     findings: list[Finding] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Report:
     gradients: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON may have it: of the many that follow from one, the first of each kind."""
+        """Return it as JSON may have it: of the many that follow from one, the first of each kind."""
         firsts: dict[tuple[str, bool], Finding] = {}
         for finding in sorted(self.findings, key=Finding.order):
             firsts.setdefault((finding.kind, finding.is_masking), finding)
@@ -281,7 +281,7 @@ def _reason(first: Finding, weights: Sequence[str], batch: Sequence[str]) -> str
 
 
 def _earlier(outputs: Sequence[Finding]) -> str:
-    """Where −infinity came first, which may be meant."""
+    """Name the layer in which −infinity came first, which may be meant."""
     is_first = outputs and outputs[0].is_masking
     return f" (but for −infinity, which {outputs[0].named()} returned before)" if is_first else ""
 

@@ -25,7 +25,7 @@ _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
 
 
 class Run(NamedTuple):
-    """What one device computes. `place`: of the first sample among all that are compared. `rounding`: every
+    """A run of one device. `place`: of the first sample among all that are compared. `rounding`: every
     output of a module is changed by about so much of itself, as rounding might; each `draw` in another way.
     `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward, so
     that generators have moved on. `is_total`: gradients are those of the total, not of the mean."""
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of a run: what the model returned, its loss as a total of what it counts, and gradients, unless they
+    """The result of a run: the model's output, its loss as a total of what it counts, and gradients, unless they
     were taken one by one."""
 
     output: Any

@@ -47,7 +47,7 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 
 @final
 class EngineState:
-    """What an engine trains, as it is now; saving, loading and the audit read it."""
+    """All that an engine trains, as it is now; saving, loading and the audit read it."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class EngineState:
         return [*parts, *self.update.owned_whole(), *self.buffers(), *numbers]
 
     def values(self) -> list[OwnedSlice]:
-        """Weights and buffers."""
+        """List weights and buffers."""
         weights = [each for owned in self.local.owned_weights() for each in self.in_whole(owned)]
         return [*weights, *self.buffers()]
 
     def buffers(self) -> list[OwnedSlice]:
-        """The buffers of the state dict."""
+        """List the buffers of the state dict."""
         return [
             OwnedSlice(whole_slice(name, buffer), buffer)
             for name, buffer in self.module.state_dict(keep_vars=True).items()
@@ -104,7 +104,7 @@ class EngineState:
         ]
 
     def temporary_buffers(self, *, changed: bool = False) -> list[OwnedSlice]:
-        """The buffers that no state dict has; `changed`: those that were changed, or not there."""
+        """List the buffers that no state dict has; `changed`: those that were changed, or not there."""
         return [
             OwnedSlice(whole_slice(name, buffer, TEMPORARY), buffer)
             for name, buffer in _temporary(self.module)
@@ -112,8 +112,8 @@ class EngineState:
         ]
 
     def saved(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
-        """All that this rank has to save, with `counters` of its runner. Raises on every rank if a part of it
-        cannot be saved."""
+        """List all that this rank has to save, with `counters` of its runner. Raises on every rank if a part
+        of it cannot be saved."""
         slices = [*self.owned(), *self._counters(counters), *self.temporary_buffers(changed=True)]
         slices += [_bytes(LEARNED, f"rank {self.mesh.rank}", _json_bytes(learned_order(self.local)))]
         if self.seed == -1:
@@ -157,14 +157,14 @@ class EngineState:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Plain data of every rank, in rank order."""
+        """Gather plain data of every rank, in rank order."""
         if self.mesh.plan.ranks == 1:
             return [value]
         return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
 
 
 def _groups(update: Update) -> list[dict[str, Any]]:
-    """The options of this rank's groups as plain values, with the names of their parameters."""
+    """Read the options of this rank's groups as plain values, with the names of their parameters."""
     names = {tensor: name for name, tensor in update.updated_tensors()}
     return [
         {
@@ -180,7 +180,7 @@ def _groups(update: Update) -> list[dict[str, Any]]:
 
 
 def _joined(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of all ranks: those with the same options are one."""
+    """Join the groups of all ranks: those with the same options are one."""
     joined: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for group in groups:
         options = {name: value for name, value in group.items() if name != PARAMETERS}
@@ -189,7 +189,7 @@ def _joined(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _state_numbers(update: Update) -> dict[str, dict[str, PlainNumber]]:
-    """State that is no tensor: numbers. None is as good as nothing; anything else is refused."""
+    """Read state that is no tensor: numbers. None is as good as nothing; anything else is refused."""
     numbers: dict[str, dict[str, PlainNumber]] = {}
     errors = []
     for name, tensor in update.updated_tensors():
@@ -234,7 +234,7 @@ def _json_bytes(value: Any) -> Tensor:
 
 
 def _extra_state(module: nn.Module) -> list[OwnedSlice]:
-    """Extra state that is plain data; tensors are among the buffers."""
+    """List extra state that is plain data; tensors are among the buffers."""
     owned, errors = [], []
     for name, each in extra_state_modules(module).items():
         value = each.get_extra_state()
@@ -255,7 +255,7 @@ def _extra_state(module: nn.Module) -> list[OwnedSlice]:
 
 
 def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of this rank that have extra state, by its name in the state dict."""
+    """Find the modules of this rank that have extra state, by its name in the state dict."""
     return {
         f"{path}.{EXTRA_STATE}".removeprefix("."): each
         for path, each in module.named_modules()
@@ -283,7 +283,7 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 
 
 def learned_order(local: LocalStages) -> dict[str, Any]:
-    """What this rank has learned, as plain data."""
+    """Return what this rank has learned, as plain data."""
     columns = dict(_columns(local))
     names: dict[Multiplier, str] = {column: name for name, column in columns.items()}
     sharing = {

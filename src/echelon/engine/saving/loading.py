@@ -135,13 +135,13 @@ class Loading(NamedTuple):
                 torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), device)
 
     def _plain(self, name: str, part: str) -> Any:
-        """A small tensor of bytes that are JSON."""
+        """Read a small tensor of bytes that are JSON."""
         with self._refusing_strangers(name):
             return parse_json(self._whole(name, part).numpy().tobytes())
 
     @contextmanager
     def _refusing_strangers(self, name: str) -> Iterator[None]:
-        """What no engine has saved is an error of the checkpoint, not of this program."""
+        """Turn errors over what no engine has saved into errors of the checkpoint."""
         try:
             yield
         except UserError:
@@ -151,7 +151,7 @@ class Loading(NamedTuple):
             raise UserError(f"{self.saved.path}: {name} is not what an engine saves: {reason}") from error
 
     def _whole(self, name: str, part: str) -> Tensor:
-        """All of a small tensor, in host memory."""
+        """Read all of a small tensor, into host memory."""
         saved = self.saved.parts(name)[part]
         out = torch.empty(saved.shape, dtype=saved.dtype)
         self.saved.read(Slice(name, part, saved.shape, *whole(saved.shape)), out)
@@ -171,7 +171,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def option_errors(saved: Groups, update: Update) -> list[str]:
-    """Why groups here cannot have the options of those that were saved: parameters of one group were in
+    """Say why groups here cannot have the options of those that were saved: parameters of one group were in
     several, of different options."""
     errors = []
     for number, names in enumerate(_names_of_groups(update)):
@@ -212,7 +212,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(now: Any, value: Any) -> Any:
-    """JSON has no tuples and no tensors."""
+    """Give a value from JSON the type of the one of now: JSON has no tuples and no tensors."""
     if isinstance(now, Tensor):
         return now.fill_(value)
     return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
@@ -224,7 +224,7 @@ _MOST = 20  # names in one list
 
 
 def name_errors(saved: SavedState, names: StateNames) -> list[str]:
-    """Tensors that the checkpoint lacks, and those that the model lacks."""
+    """Name tensors that the checkpoint lacks, and those that the model lacks."""
     needed = {*names.parameters.values(), *names.state.values()}
     stored = {
         name
@@ -250,7 +250,7 @@ def _listed(errors: Iterable[str]) -> list[str]:
 
 
 def value_errors(saved: SavedState, held: Iterable[OwnedSlice]) -> list[str]:
-    """Weights and buffers of other shapes or kinds of numbers than those that were saved."""
+    """Name weights and buffers of other shapes or kinds of numbers than those that were saved."""
     errors = {}
     for box, dtype in {each.slice: each.tensor.dtype for each in held}.items():
         name, shape = box.name, box.shape
@@ -275,7 +275,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
-    """State of another optimizer than the one that is here."""
+    """Name state of another optimizer than the one that is here."""
     by_keys: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[str]] = {}
     forms: dict[object, set[str] | None] = {}
     for name, tensor in update.updated_tensors():
@@ -300,7 +300,7 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
 
 
 def _group_of(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> tuple[str, int]:
-    """The name of the optimizer that updates a tensor, and which group it is in."""
+    """Return the name of the optimizer that updates a tensor, and its group."""
     for each in inner_optimizers(optimizer):
         for group in each.param_groups:
             if any(parameter is tensor for parameter in group["params"]):

@@ -1,4 +1,4 @@
-"""What torch cannot do with a plan, in words that say what to change.
+"""Operations that torch does not have for a plan, in words that say what to change.
 
 An operation that it does not have for numbers below float32: torch.cdist has no kernel for fp16 on a CPU,
 "cdist" not implemented for 'Half'. Operations on two types: a model with parts that stay in float32, under
@@ -44,7 +44,7 @@ _TORCH_FUNC = (
 
 
 def missing_operation(message: str, plan: Plan, device: torch.device) -> UserError | None:
-    """The error to raise for this message of torch, if an operation is missing for the plan."""
+    """Return the error to raise for this message of torch, if an operation is missing for the plan."""
     if any(words in message for words in _TORCH_FUNC):
         return _torch_func_error(message, plan)
     if "does not support sparse gradients" in message:

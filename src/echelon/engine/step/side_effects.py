@@ -117,7 +117,7 @@ class AttributeSnapshot:
 
 
 def _is_copied(value: Any) -> bool:
-    """Whether its values can be copied, and written again."""
+    """Return whether its values can be copied, and written again."""
     if type(value) is numpy.ndarray:
         return bool(value.flags.writeable) and not value.dtype.hasobject
     if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_inference():
