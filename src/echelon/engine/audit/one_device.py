@@ -156,8 +156,8 @@ class OneDevice:
     # Weights.
 
     def _sources(self) -> tuple[dict[str, Tensor], Callable[[str], Tensor | None]]:
-        """Return what is missing, as tensors of the meta device, and a function that all ranks call to put one
-        together on rank 0."""
+        """Return what is missing, as tensors of the meta device, and a function that puts one together on
+        rank 0, called on all ranks."""
         wanted, group, device = set(self._missing), self.group, self.reference.device
         if not wanted:
             return {}, lambda _: None

@@ -42,8 +42,8 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a run: the model's output, its loss as a total of what it counts, and gradients, unless they
-    were taken one by one."""
+    """The result of a run: the model's output, its loss as a total of what it counts, and gradients, unless
+    they were taken one by one."""
 
     output: Any
     total: float
