@@ -27,7 +27,7 @@ from echelon.data.image_synthetic import CLASS_NAMES, draw
 from echelon.engine import Engine, parallelize
 from echelon.memory.gist import any_size
 from echelon.models import ImageConfig, build_image
-from echelon.update.optim.schedules import by_name
+from echelon.update.optim.learning_rate import by_name
 
 _NONE, _LOSSLESS = "none", "gist"
 _CONTENDERS = (_NONE, _LOSSLESS, "gist-fp16", "gist-fp8")

@@ -18,8 +18,11 @@ from torch.nn import functional as F
 
 from benchmarks.compare import Row, compare
 from benchmarks.harness import Contender, alternate
-from echelon.nn.dropout import keep_mask, key_dropout, keyed_layer, scope
-from echelon.nn.entropy import summed_cross_entropy
+from echelon.nn.dropout.mask import Draw, mask_of
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import scope
+from echelon.nn.hashing import hash_of, hash_text
+from echelon.nn.losses import summed_cross_entropy
 from echelon.nn.wrapping import Wrapping
 
 _P = 0.1
@@ -63,7 +66,7 @@ def _dropout(shape: tuple[int, ...], dtype: torch.dtype, rounds: int) -> list[Ro
             dropped: Tensor = model(x)
         return dropped
 
-    expected = keep_mask(0, 1, keyed_layer(model[0]), 2, shape, _P)
+    expected = mask_of(Draw(hash_of(0, 1, hash_text("0"), 0), 2, _P), shape, "cpu")
     if not torch.equal((keyed() != 0).cpu(), expected & (x != 0).cpu()):
         raise RuntimeError(f"dropout of {shape} in {dtype} does not keep what it keeps on the CPU")
     works: dict[str, Work] = {

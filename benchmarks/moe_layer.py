@@ -23,7 +23,7 @@ from benchmarks.harness import Contender, alternate
 from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate
 from echelon.models import ModelConfig
 from echelon.models.llama import SwiGLU
-from echelon.nn.experts.activation import activate, activation_gradients
+from echelon.nn.experts.compute import activate, activation_gradients
 
 _DENSE, _FUSED, _ECHELON = "dense", "dense, fused", "echelon"
 _MIXTRAL = {"transformers Mixtral": "eager", "transformers Mixtral, grouped_mm": "grouped_mm"}

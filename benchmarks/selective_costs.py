@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from benchmarks.compare import Row, compare
 from benchmarks.harness import Contender, alternate, timed
-from echelon.nn.dropout.fused import dropped
-from echelon.nn.dropout.mask import Draw
+from echelon.nn.dropout.mask import Draw, dropped
 
 _COPY = "copy"
 _ROWS = {"cpu": 256, "cuda": 8192}

@@ -24,8 +24,10 @@ from echelon.engine import Engine, parallelize
 from echelon.launching import Ranks
 from echelon.models import build as build_model
 from echelon.models import cross_entropy, preset, presets
-from echelon.nn.huggingface import ENCODERS, FAMILIES, TENSOR_TABLES
+from echelon.nn.huggingface.encoders import ENCODERS
+from echelon.nn.huggingface.families import FAMILIES
 from echelon.nn.huggingface.layers import LayerInputs
+from echelon.nn.huggingface.tensor_tables import TENSOR_TABLES
 from echelon.plan import SCHEDULES, Plan
 from echelon.program import Op, build, load_schedule, show
 from echelon.train.jobs.job import Job

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from echelon.errors import UserError
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
+    from echelon.nn.batch import Inputs
     from echelon.nn.initialization import deferred
-    from echelon.nn.inputs import Inputs
     from echelon.plan import Plan
 
 __version__ = VERSION
@@ -33,7 +33,7 @@ __version__ = VERSION
 _HOME = {
     "Engine": "echelon.engine",
     "Evaluation": "echelon.engine",
-    "Inputs": "echelon.nn.inputs",
+    "Inputs": "echelon.nn.batch",
     "Memory": "echelon.memory",
     "Metrics": "echelon.engine",
     "PeerLost": "echelon.launching",

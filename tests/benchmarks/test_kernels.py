@@ -22,7 +22,7 @@ def test_rows_compare_dropout_and_the_loss_with_torchs() -> None:
 
 
 def test_a_dropout_of_other_elements_gives_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "keep_mask", lambda *_: torch.ones(2, 4, 6, dtype=torch.bool))
+    monkeypatch.setattr(kernels, "mask_of", lambda *_: torch.ones(2, 4, 6, dtype=torch.bool))
     with pytest.raises(RuntimeError, match=r"dropout of \(2, 4, 6\) in torch.bfloat16 does not keep"):
         kernels.bench(quick=True)
 

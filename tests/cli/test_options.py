@@ -8,7 +8,7 @@ import pytest
 from echelon.cli.options import NAMES, console, is_first_rank, print_json, read_count
 from echelon.models import presets
 from echelon.train.jobs.job_rules import OPTIMIZERS
-from echelon.update.optim.schedules import NAMES as SCHEDULES
+from echelon.update.optim.learning_rate import NAMES as SCHEDULES
 
 
 @pytest.fixture

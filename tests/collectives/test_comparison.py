@@ -1,6 +1,7 @@
 """debug=true: what ranks call is compared before data moves, over Gloo and over shared memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,10 +31,8 @@ def compared(kind: str) -> Group:
     process_group = new_host_group(range(dist.get_world_size()))
     torch_group = TorchGroup("data", process_group, Ledger())
     group = torch_group if kind == "gloo" else group_over("data", process_group, Ledger())
-    debugging.compare_calls(group, torch.device("cpu"))
+    debugging.compare_calls(group)
     assert group.comparison is not None
-    if kind == "one order":  # as over NCCL
-        group.comparison._queue_per_peer = False
     return group
 
 
@@ -76,7 +75,7 @@ def _do_all(group: Group) -> list[torch.Tensor]:
     return [all_reduced, ringed, broadcast, scattered, gathered, exchanged, rooted, *first]
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shared", "one order"])
+@pytest.mark.parametrize("kind", ["gloo", "shared"])
 def test_equal_calls_do_what_they_did(warm_ranks: Warm, kind: str) -> None:
     results = warm_ranks(3).run(all_operations, kind)
     assert torch.equal(results[0][0], torch.arange(12.0) * 6)
@@ -127,31 +126,10 @@ def meet_in_another_group(kind: str) -> float:
     return incoming.item()
 
 
-def post_two_before_they_are_sent() -> list[float]:
-    """Where all messages share one order, a posted receive does not hold up the next."""
-    group = compared("one order")
-    incoming = [torch.zeros(1), torch.zeros(1)]
-    if group.rank == 0:
-        dist.barrier()
-        for value in (3.0, 4.0):
-            group.send(torch.tensor([value]), 1)
-    else:
-        receives = [group.recv(each, 0, wait=False) for each in incoming]
-        dist.barrier()
-        for receive in receives:
-            receive.wait()
-    group.close()
-    return [each.item() for each in incoming]
-
-
 @pytest.mark.parametrize("kind", ["gloo", "shared"])
 def test_posted_receives_begin_whatever_their_rank_waits_for(warm_ranks: Warm, kind: str) -> None:
     assert warm_ranks(2).run(send_to_each_other, kind) == [2.0, 1.0]
     assert warm_ranks(2).run(meet_in_another_group, kind) == [0.0, 2.0]
-
-
-def test_receives_in_one_order_are_posted_at_once(warm_ranks: Warm) -> None:
-    assert warm_ranks(2).run(post_two_before_they_are_sent)[1] == [3.0, 4.0]
 
 
 def is_done_before_it_is_received() -> list[bool]:
@@ -294,29 +272,23 @@ def test_messages_are_compared_on_both_sides(
         assert f"rank 0 calls send of {len(sent)} float32, {content}, along data" in error
 
 
-def mismatch_found_elsewhere() -> list[str]:
-    """The receiver of a wrong message waits for all ranks, in another group."""
-    messages, everybody = compared("gloo"), compared("gloo")
-    errors: list[str] = []
+def mismatch_of_a_posted_receive() -> str:
+    """The end that is called last finds the difference, and does not begin."""
+    group = compared("gloo")
     received = torch.zeros(3)
-    waits: list[Callable[[], Any]] = [lambda: messages.send(torch.ones(4), 1)]
-    if messages.rank == 1:
-        receive = messages.recv(received, 0, wait=False)
-        waits = [everybody.barrier, receive.wait]
-    for wait in waits:
-        with pytest.raises(MismatchError) as caught:
-            wait()
-        errors.append(str(caught.value))
+    receive = group.recv(received, 0, wait=False) if group.rank == 1 else None
+    dist.barrier()
+    last: Callable[[], Any] = partial(group.send, torch.ones(4), 1, wait=False)
+    with pytest.raises(MismatchError) as caught:
+        (last if receive is None else receive.wait)()
+    dist.barrier()  # Gloo would have ended the receiver by now
     assert not received.any(), "nothing has moved"
-    for group in (messages, everybody):
-        group.close(failed=True)
-    return errors
+    group.close(failed=True)
+    return str(caught.value)
 
 
-def test_a_wrong_message_is_an_error_wherever_its_receiver_waits(warm_ranks: Warm) -> None:
-    (sender,), receiver = warm_ranks(2).run(mismatch_found_elsewhere)
-    assert receiver == [receiver[0]] * 2
-    for error in (sender, receiver[0]):
+def test_a_wrong_message_is_not_sent_to_a_receive_that_is_posted(warm_ranks: Warm) -> None:
+    for error in warm_ranks(2).run(mismatch_of_a_posted_receive):
         assert "rank 0 calls send of 4 float32 along data" in error
         assert "rank 1 calls recv of 3 float32 along data" in error
 
@@ -326,7 +298,9 @@ def receive_nothing() -> str:
     error = ""
     if group.rank == 1:
         group.recv(torch.zeros(0), 0)
+        dist.barrier()
     else:
+        dist.barrier()
         with pytest.raises(MismatchError) as caught:
             group.send(torch.ones(4), 1)
         error = str(caught.value)
@@ -343,3 +317,34 @@ def test_a_call_says_where_its_rank_is() -> None:
     call = Call("barrier", "tensor", "", 0, place="in step 3, at REDUCE of stage 0")
     assert str(call) == "barrier along tensor (in step 3, at REDUCE of stage 0)"
     assert Call.unpack(call.pack().encode()) == call
+
+
+# What TORCH_DISTRIBUTED_DEBUG=DETAIL does not find, and debug=true does.
+
+
+def found_by_torch(mistake: Callable[[Group], Any]) -> str:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = TorchGroup("data", new_host_group(range(dist.get_world_size())), Ledger())
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    try:
+        mistake(group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        group.close(failed=True)
+    return ""
+
+
+def _shorter_message(group: Group) -> None:
+    if group.rank == 0:
+        group.send(torch.ones(2), 1)
+    elif group.rank == 1:
+        group.recv(torch.zeros(3), 0)
+
+
+def test_torch_finds_other_sizes_and_neither_other_reductions_nor_messages(warm_ranks: Warm) -> None:
+    assert all("mismatch" in each for each in warm_ranks(3).run(found_by_torch, _different_sizes))
+    assert warm_ranks(3).run(found_by_torch, _different_reductions) == [""] * 3
+    assert warm_ranks(3).run(found_by_torch, _shorter_message) == [""] * 3

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.plan import Plan
 from echelon.state.ownership import OwnedSlice
 from echelon.verify import Case

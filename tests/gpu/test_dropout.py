@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.dropout import keep_mask, key_dropout, keyed_layer, scope
-from echelon.nn.dropout.fused import drop, has_kernel
-from echelon.nn.dropout.mask import Draw, mask_of
+from echelon.nn.dropout.mask import Draw, drop, has_kernel, mask_of
+from echelon.nn.dropout.modules import KeyedDropout, key_dropout
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.hashing import hash_of
-from echelon.nn.wrapping import Wrapping
+from echelon.nn.wrapping import Wrapping, find_wrapper
+from tests.nn.dropout.masks import keep_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +74,9 @@ def test_a_module_drops_in_one_pass_keeps_nothing_and_waits_for_nothing(inplace:
     model = nn.Sequential(nn.Dropout(0.3, inplace=inplace))
     key_dropout(model, Wrapping())
     x = torch.randn(4, 6, 8, device="cuda", requires_grad=True)
-    keep = keep_mask(0, 1, keyed_layer(model[0]), 2, x.shape, 0.3).cuda()
+    keyed = find_wrapper(model[0], KeyedDropout)
+    assert keyed is not None
+    keep = keep_mask(0, 1, keyed.layer, 2, x.shape, 0.3).cuda()
     first = torch.tensor(2, device="cuda")
     saved: list[Tensor] = []
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import echelon
 from echelon.models import build_image, cross_entropy, image_preset
-from echelon.nn.dropout import key_dropout, scope
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.wrapping import Wrapping
 from tests.cases import sgd
 from tests.models.image_cases import NETWORKS, images, network

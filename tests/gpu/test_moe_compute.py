@@ -10,9 +10,8 @@ from torch import Tensor
 
 from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate, grouped_experts
 from echelon.nn.experts.compute import Activation, routed_experts
-from echelon.nn.experts.gates.router import router_logits
-from echelon.nn.experts.grouped import is_native, multiply, outer
-from echelon.nn.experts.sorting import sort_slots
+from echelon.nn.experts.routing import router_logits
+from echelon.nn.experts.rows import is_native, multiply, outer, sort_slots
 
 pytestmark = [
     pytest.mark.gpu,

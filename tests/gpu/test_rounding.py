@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from echelon.nn.hashing import hash_of
-from echelon.update.precision.element_runs import ElementRuns, whole_run
-from echelon.update.precision.rounding import _round, round_stochastically
+from echelon.update.precision.rounding import ElementRuns, _round, round_stochastically, whole_run
 
 pytestmark = [
     pytest.mark.gpu,

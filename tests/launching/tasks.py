@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from echelon.collectives.agreement import ask_rank_0
 from echelon.errors import UserError
 from echelon.launching import (
     PeerLost,
@@ -31,7 +32,7 @@ from echelon.launching import (
 from echelon.launching.messages import byte_collectives, channel
 from echelon.launching.messages.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
 from echelon.launching.placement import RankReport
-from echelon.launching.torchrun import ask_rank_0, share_results
+from echelon.launching.torchrun import share_results
 from tests.launching.processes import wait_until
 
 

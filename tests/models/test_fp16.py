@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.entropy import summed_cross_entropy
+from echelon.nn.losses import summed_cross_entropy
 from echelon.nn.sequence import WHOLE
 
 HALF = torch.float16

@@ -14,8 +14,8 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.layering import listed_layers
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.nn.sequence import WHOLE, View
-from echelon.nn.targets import IGNORED_TARGET
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.padding import HiddenPadding, SplitOutput
 from echelon.parallel.sequence_checks import classes_not_causal

@@ -14,8 +14,8 @@ import echelon
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import cross_entropy
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.nn.sequence import WHOLE
-from echelon.nn.targets import IGNORED_TARGET
 from echelon.parallel.padding import LocalTargets, Padding, pad_to
 from echelon.plan import Plan
 from echelon.verify import Case, assert_equal

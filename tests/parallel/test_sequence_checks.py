@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.dropout import key_dropout
+from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.experts import GShardGate
 from echelon.nn.sequence import WHOLE
 from echelon.nn.wrapping import Wrapping

@@ -10,8 +10,10 @@ from torch import nn
 
 from echelon import parallelize
 from echelon.launching import Ranks
+from echelon.state.ownership import Slice
 from echelon.update.optim import SM3, Adafactor
-from echelon.update.optim.exchange import Box, whole_box
+from echelon.update.optim.sum_optimizer import Box, whole_box
+from echelon.update.parameter_parts import assign
 from tests.cases import Perceptron, mean_loss, vectors
 from tests.engine.test_updates import update_of
 
@@ -97,3 +99,17 @@ def optimizer_bytes() -> list[int]:
             engine.step(engine.local(vectors(0)))
             found.append(engine.memory().now["optimizer"])
     return found
+
+
+def box(size: int) -> list[Slice]:
+    """Of a parameter of `size` elements."""
+    return [Slice("p", "value", (size,), (0,), (1,))]
+
+
+def test_the_largest_go_first_each_to_whoever_has_the_least() -> None:
+    everything = {"a": box(2), "b": box(9), "c": box(5), "d": box(4)}
+    assert assign([everything, everything]) == {"b": 0, "c": 1, "d": 1, "a": 0}
+
+
+def test_only_a_rank_that_holds_a_part_updates() -> None:
+    assert assign([{}, {"a": box(2), "b": box(3)}, {"b": box(3)}]) == {"b": 1, "a": 1}

@@ -10,7 +10,7 @@ from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Op
-from echelon.program.step_program import continuous_steps
+from echelon.program.build import continuous_steps
 from echelon.update.optim import SM3, Adafactor
 from echelon.update.precision import DynamicScale
 from echelon.verify import Case, LowPrecisionVerdict, verify

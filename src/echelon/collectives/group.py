@@ -85,8 +85,6 @@ class Group(ABC):
         """
         if not self._is_closed:
             self._is_closed = True
-            if self.comparison is not None:
-                self.comparison.close()
             self._close(failed=failed)
 
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
@@ -285,7 +283,7 @@ class Group(ABC):
                 )
         if self.comparison is not None:
             call = Call.of(operation, self.axis, traffic.payload, tensors, detail, rows)
-            begin = self.comparison.around(call, begin, peer, *tensors)
+            begin = self.comparison.around(call, begin, peer)
         if skip_empty and traffic.payload == 0:
             return Handle(None, self.ledger, None, HOST_TIMING)
         timing = self._timing(operation, tensors)

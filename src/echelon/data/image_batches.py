@@ -15,7 +15,7 @@ from torch import Tensor
 from echelon.data.image_decoding import Pixels
 from echelon.data.sampler import order_samples, rows_of_part
 from echelon.errors import raise_errors
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET
 
 MEAN, SPREAD = 0.5, 0.25  # of a pixel from 0 to 1: what the model sees has about mean 0 and variance 1
 

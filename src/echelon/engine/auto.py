@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Ledger, group_over
+from echelon.collectives.agreement import decide_on_rank_0
 from echelon.collectives.mesh import this_device
 from echelon.engine.step.upload import to_device
 from echelon.errors import UserError
 from echelon.launching import host_work
-from echelon.launching.group import decide_on_rank_0
-from echelon.nn.batch import Batch, cast, take_part
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES, Batch, cast, take_part
 from echelon.plan import AUTO, Plan
 from echelon.planner import partition, profile
 

@@ -16,7 +16,7 @@ from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory.recompute.selective import not_watched
 from echelon.nn.draws import not_intercepted
-from echelon.nn.dropout import KeyedDropout, draw_ahead, is_keyed
+from echelon.nn.dropout.modules import KeyedDropout, draw_ahead, is_keyed
 from echelon.nn.experts import gates_of
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper

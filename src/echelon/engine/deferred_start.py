@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.collectives.mesh import Mesh
 from echelon.engine.saving.restore import mark_filled
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.nn.initialization import WeightSource, is_deferred, named_tensors
 from echelon.parallel.data import Sharing
 from echelon.parallel.expert import experts_of

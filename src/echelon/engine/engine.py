@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.collectives.mesh import Mesh
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.audit_batch import GivenBatch
@@ -42,7 +43,6 @@ from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
-from echelon.launching.group import check_on_every_rank
 from echelon.memory import Memory, Meter
 from echelon.nn.batch import Batch, take_part
 from echelon.nn.wrapping import Wrapping

@@ -6,8 +6,8 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.compiling import compile_layers
 from echelon.engine.sharing import accumulate_gradients
 from echelon.memory.activation_offload import ActivationOffload, offload_activations
-from echelon.memory.compressing import CompressionReport, compress_layers
-from echelon.memory.recomputing import recompute_layers
+from echelon.memory.gist import CompressionReport, compress_layers
+from echelon.memory.recompute import recompute_layers
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages

@@ -14,9 +14,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
-from echelon.nn.batch import Loss
-from echelon.nn.huggingface import gate_loss_coefficients
-from echelon.nn.unwrapping import without_compiling
+from echelon.nn.huggingface.own_loss import gate_loss_coefficients
+from echelon.nn.losses import Loss
+from echelon.nn.tracing import without_compiling
 from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.stage import iterated_modules
 from echelon.plan import Plan

@@ -22,7 +22,7 @@ from echelon.engine.step.batch_reader import BatchReader, read_sample
 from echelon.engine.step.samples import make_scopes
 from echelon.engine.updates import UpdateRule, make_update
 from echelon.engine.whole_model import WholeModel
-from echelon.nn.batch import Loss
+from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding

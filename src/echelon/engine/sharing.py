@@ -33,7 +33,7 @@ from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages, Stage
 from echelon.plan import Plan
 from echelon.update.async_training import WorkerGradients
-from echelon.update.host_memory_check import check_host_memory, parameter_bytes
+from echelon.update.offload.host_updates import check_host_memory, parameter_bytes
 
 
 def share_stages(

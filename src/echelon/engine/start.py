@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import Difference, check_same_text
 from echelon.collectives.mesh import this_device
 from echelon.engine.deferred_start import forget_values, give_buffers, weight_source
 from echelon.engine.saving.restore import mark_empty
 from echelon.engine.watch.aliases import check_aliases
 from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
-from echelon.nn.dtypes import DTYPES
-from echelon.nn.huggingface import frequencies
+from echelon.nn.batch import DTYPES
+from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization import WeightSource
 from echelon.parallel.data import broadcast_packed
-from echelon.parallel.data.text_agreement import Difference, check_same_text
 from echelon.parallel.data.zero.unit_agreement import describe
 from echelon.parallel.data.zero.weight_access import end_idle
 from echelon.plan import Plan

@@ -10,7 +10,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_optimizer
 from echelon.engine.watch.watch import check_coupling
 from echelon.errors import UserError
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Sharing
 from echelon.parallel.layer_sharding import LayerSharding
@@ -18,15 +18,19 @@ from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter, own_run
 from echelon.update.async_training import AsyncUpdate, WorkerGradients
-from echelon.update.host_memory_check import check_host_memory
-from echelon.update.host_updates import check_host_optimizer, make_host_stepper, updates_on_host
+from echelon.update.gradient_checks import check_sparse_gradients
 from echelon.update.nonfinite import NonfiniteRule
-from echelon.update.optim.combined import CombinedOptimizer
+from echelon.update.offload.host_updates import (
+    check_host_memory,
+    check_host_optimizer,
+    make_host_stepper,
+    updates_on_host,
+)
 from echelon.update.optim.local import Make, make_whole
 from echelon.update.optim.needs import Need, check_parts, need_of
+from echelon.update.optim.optimizers import CombinedOptimizer
 from echelon.update.optim.sum_optimizer import SumOptimizer
-from echelon.update.parameter_parts import has_parts, make_exchange
-from echelon.update.parameters_stepper import ParametersStepper
+from echelon.update.parameter_parts import has_parts, make_exchange, make_routes
 from echelon.update.precision import (
     DirectStepper,
     KeyedRounding,
@@ -40,11 +44,9 @@ from echelon.update.precision import (
     check_takes_units,
     make_loss_scaling,
 )
-from echelon.update.precision.element_runs import runs_of
-from echelon.update.sparse_checks import check_sparse_gradients
+from echelon.update.precision.rounding import runs_of
 from echelon.update.synchronous_update import SynchronousUpdate
 from echelon.update.update import Update
-from echelon.update.whole_routes import make_routes
 
 
 class UpdateRule(NamedTuple):
@@ -103,7 +105,7 @@ def make_update(
     )
     stepper = _make_stepper(made, local, mesh, layers, rounding, wrapping, deferred=deferred)
     if "parameters" in plan.offload and not updates_on_host(plan):
-        stepper = ParametersStepper(stepper, local.sharings)
+        stepper.use_units(local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.flushes
     everyone = mesh.group("all")

@@ -111,39 +111,11 @@ def check_world() -> None:
     _mark_checked(limit=None)
 
 
-def decide_on_rank_0(decide: Callable[[], object]) -> Any:
-    """What `decide()` returns on rank 0, as JSON, on every rank; a UserError of it too.
+def agree_in_world(report: Callable[[], object], decide: Callable[[list[Any]], object]) -> Any:
+    """Call `agree` among all ranks of the process group, which must all call this.
 
-    Every rank must call this. They wait in the store, as long as it takes: an operation has a limit. Any
-    other error is a PeerLost on the other ranks.
+    They wait in its store, as long as it takes: an operation has a limit.
     """
-    world = _world()
-    keys = _new_keys("decision", dist.distributed_c10d._get_default_store())
-    return agree(keys, world.rank(), world.size(), lambda: None, lambda _: decide(), limit=_LONGEST)
-
-
-def check_on_every_rank(check: Callable[[], object]) -> None:
-    """Raise, on every rank, the error that `check` raises on any; every rank must call this."""
-    if not dist.is_initialized():
-        check()
-        return
-    world = _world()
-    keys = _new_keys("check", dist.distributed_c10d._get_default_store())
-
-    def report() -> None:
-        check()
-
-    agree(keys, world.rank(), world.size(), report, lambda _: None, limit=_LONGEST)
-
-
-def agree_on_every_rank(report: Callable[[], object], decide: Callable[[list[Any]], object]) -> Any:
-    """What `decide` on rank 0 makes of the reports of all ranks, in rank order, on every rank; as JSON.
-
-    Every rank must call this. A UserError, of `decide` or of any report, is raised on every rank, and rank 0
-    decides only when all have reported. Without a process group, this rank is all.
-    """
-    if not dist.is_initialized():
-        return decide([report()])
     world = _world()
     keys = _new_keys("agreement", dist.distributed_c10d._get_default_store())
     return agree(keys, world.rank(), world.size(), report, decide, limit=_LONGEST)

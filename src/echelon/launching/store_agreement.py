@@ -14,7 +14,7 @@ from echelon.errors import DamagedError, UserError
 from echelon.launching.errors import PeerLost
 
 _READ_SECONDS = 10.0
-_LOOK_SECONDS = 0.1  # a rank looks so long for what others write to a file,
+_POLL_SECONDS = 0.1  # how long a rank reads a file again and again,
 _PAUSE = 0.0002  # with pauses of so many seconds
 
 
@@ -39,7 +39,7 @@ def agree(
         outcome, local_error = _run(lambda: decide(_read_reports(store, ranks)), rank)
     if rank == 0:
         store.set("decision", outcome)
-    _look_for(store, "decision")
+    poll_file(store, "decision")
     if limit is not None:
         store.wait(["decision"], limit)
     decision = json.loads(store.get("decision"))
@@ -63,19 +63,21 @@ def _run(function: Callable[[], object], rank: int) -> tuple[str, Exception | No
         return json.dumps({"peer lost": f"rank {rank} raised {headline}"}), error
 
 
-def _look_for(store: Store, key: str) -> None:
-    """Return soon after the key is there, or after a while. To wait for a file, torch looks into it every
-    10 ms: longer than all the rest of an agreement."""
+def poll_file(store: Store, key: str) -> None:
+    """Return soon after the key is there, or after a while; at once if the store is no file.
+
+    torch reads a file that it waits for every 10 ms: longer than all the rest of an agreement.
+    """
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    end = time.monotonic() + _LOOK_SECONDS
+    end = time.monotonic() + _POLL_SECONDS
     while isinstance(inner, FileStore) and not store.check([key]) and time.monotonic() < end:
         time.sleep(_PAUSE)
 
 
 def _read_report(store: Store, rank: int) -> Any:
-    _look_for(store, f"report-{rank}")
+    poll_file(store, f"report-{rank}")
     return json.loads(store.get(f"report-{rank}"))
 
 

@@ -116,21 +116,6 @@ def share_results(value: object) -> list[Any]:
     return [decode(local[rank]) if rank in local else RemoteResult(rank) for rank in range(len(states))]
 
 
-def ask_rank_0(fn: Callable[[], T]) -> T:
-    """What `fn()` returns on rank 0, on every rank, however long it takes; a UserError of it too.
-
-    Every rank must call this. The value must be one that `launch` can return. Any other error of rank 0 is a
-    PeerLost on the other ranks.
-    """
-    from echelon.launching import group
-    from echelon.launching.messages.byte_collectives import all_gather_bytes
-
-    text = group.decide_on_rank_0(lambda: encode(fn()).hex())
-    all_gather_bytes(b"")  # rank 0 may hold the store: it must not end before all have read
-    value: T = decode(bytes.fromhex(text))
-    return value
-
-
 def _try_encode(value: object) -> tuple[bytes, Exception | None]:
     """The bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
     try:

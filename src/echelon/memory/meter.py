@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
@@ -76,7 +77,7 @@ class Meter:
 
     def _measure(self) -> tuple[dict[str, int], dict[str, int]]:
         on_host = self._host()
-        apart = {_identity(t) for tensors in on_host.values() for t in tensors if t.layout == torch.strided}
+        apart = {address_of(t) for tensors in on_host.values() for t in tensors if t.layout == torch.strided}
         found = {category: _storage_bytes(tensors, apart) for category, tensors in self._storages().items()}
         found["activations"] = self._activations
         now = {category: found[category] for category in CATEGORIES}
@@ -96,7 +97,7 @@ class Meter:
             yield
             return
         held = {
-            _identity(tensor)
+            address_of(tensor)
             for tensor in [
                 *self._storages()["parameters"],
                 *self._module.parameters(),
@@ -107,7 +108,7 @@ class Meter:
 
         @untraced  # a layer that is compiled in pieces calls these between them
         def pack(tensor: Tensor) -> _Saved:
-            counts = tensor.layout == torch.strided and _identity(tensor) not in held
+            counts = tensor.layout == torch.strided and address_of(tensor) not in held
             return _Saved(tensor, self if counts else None)
 
         @untraced
@@ -138,7 +139,7 @@ class _Saved:
         # Without its history: an output that holds its own graph would never be freed if nobody goes back.
         self._tensor, self._meter, self._version = tensor.detach(), meter, tensor._version
         if meter is not None:
-            self._storage = (_identity(tensor), tensor.untyped_storage().nbytes())
+            self._storage = (address_of(tensor), tensor.untyped_storage().nbytes())
             meter._keep(*self._storage)
 
     def take(self) -> Tensor:
@@ -151,13 +152,8 @@ class _Saved:
             self._meter._drop(*self._storage)
 
 
-def _identity(tensor: Tensor) -> int:
-    """Which storage a tensor lies in, also while the storage has no memory."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _storage_bytes(tensors: Iterable[Tensor], without: Set[int] = frozenset()) -> int:
     """The bytes of the distinct storages behind `tensors`, but for those of `without`."""
-    dense = (t for t in tensors if t.layout == torch.strided and _identity(t) not in without)
+    dense = (t for t in tensors if t.layout == torch.strided and address_of(t) not in without)
     storages = {(s.device, s.data_ptr()): s.nbytes() for s in (t.untyped_storage() for t in dense)}
     return sum(storages.values())

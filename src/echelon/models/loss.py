@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET
 
 
 def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from echelon.nn.experts import (
     SoftmaxGate,
     SwitchGate,
 )
-from echelon.nn.experts.module import Activation
+from echelon.nn.experts.layer import Activation
 
 Dense = Callable[[ModelConfig, int], nn.Module]  # of a hidden width
 

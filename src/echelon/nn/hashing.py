@@ -4,6 +4,9 @@ What is drawn at random by them depends on what it is for (a key) and on nothing
 device, or what was drawn before.
 """
 
+import hashlib
+from functools import lru_cache
+
 from torch import Tensor
 
 WEYL = 0x9E3779B97F4A7C15
@@ -12,7 +15,7 @@ _ALL = (1 << 64) - 1
 
 
 def hash_of(*numbers: int, start: int = 0) -> int:
-    """A hash of 64 bits of integers of any size and sign; their order matters.
+    """Return a hash of 64 bits of integers of any size and sign; their order matters.
 
     hash_of(1, 2, 3) == hash_of(3, start=hash_of(1, 2))
     """
@@ -22,8 +25,14 @@ def hash_of(*numbers: int, start: int = 0) -> int:
     return state
 
 
+@lru_cache(maxsize=4096)
+def hash_text(text: str) -> int:
+    """Return a hash of 64 bits: the number of a layer, of its name."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
 def mix(number: int) -> int:
-    """splitmix64, of an unsigned number."""
+    """Hash an unsigned number: splitmix64."""
     number &= _ALL
     for shift, factor in ROUNDS:
         number ^= number >> shift
@@ -32,7 +41,7 @@ def mix(number: int) -> int:
 
 
 def mix_(numbers: Tensor) -> Tensor:
-    """`mix` of every element, in place."""
+    """Hash every element as `mix` does, in place."""
     for shift, factor in ROUNDS:
         # The shift of an int64 copies its sign; the mask removes the copies.
         numbers ^= (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
@@ -42,5 +51,5 @@ def mix_(numbers: Tensor) -> Tensor:
 
 
 def signed(number: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 of the same 64 bits."""
     return number - (1 << 64) if number >> 63 else number

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map
 from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.batch import Loss, num_samples
-from echelon.nn.dropout import keyed_modules, set_global_indices
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES, num_samples
+from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
 from echelon.nn.layering import how_to_list, listed_layers
+from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
@@ -41,7 +41,7 @@ from echelon.parallel.sequence_checks import (
 )
 from echelon.parallel.tensor import Sharded, Table, number_layers, split_loss, split_over
 from echelon.program import Program
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from echelon.state.ownership import OwnedSlice
 from echelon.state.shards import Shard
 

@@ -6,8 +6,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.nn.batch import Loss
-from echelon.nn.huggingface import (
+from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
     adapted_model,
     causal_cross_entropy,
@@ -20,7 +19,7 @@ from echelon.nn.huggingface import (
     shifts_labels,
     unsplit_causal_cross_entropy,
 )
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET, Loss
 from echelon.plan import Plan
 
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import UserError
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.nn.sequence import View
-from echelon.nn.targets import IGNORED_TARGET
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import count_before
 from echelon.parallel.sequence_checks import check_gate_padding, check_weight_masks

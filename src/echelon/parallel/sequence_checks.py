@@ -15,8 +15,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.errors import UserError, raise_errors
-from echelon.nn.dropout import is_keyed, noises, unkeyed_dropout
-from echelon.nn.huggingface import draws_by_head, find_family
+from echelon.nn.dropout.modules import is_keyed, unkeyed_dropout
+from echelon.nn.dropout.noise import noises
+from echelon.nn.huggingface.families import find_family
+from echelon.nn.huggingface.modules import draws_by_head
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import replaced_forward
 from echelon.parallel.context import head_errors

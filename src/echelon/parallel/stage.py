@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from echelon.nn.inputs import call_stage
+from echelon.nn.batch import call_stage
 from echelon.parallel.data import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
 from echelon.program import Program
 from echelon.state.ownership import LocalParameter, OwnedSlice

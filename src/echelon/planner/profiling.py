@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
-from echelon.nn.inputs import call_stage, tensors_of
+from echelon.nn.batch import call_stage, tensors_of
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.planner.graph import Node, Profile, chain
 

@@ -5,7 +5,6 @@ of each box puts it into a tensor of zeros, and these are summed: on every rank,
 tensor are the same, or do not overlap.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_values
 from echelon.state.ownership import OwnedSlice, Slice
 
 Key = tuple[str, str]  # the name of a tensor, and the part: its value, or a key of its optimizer state
@@ -112,25 +112,8 @@ def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:
 
 def exchange_slices(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[RankSlice]]:
     """What every rank of the group owns, in rank order; all of them must call this."""
-    rows = _exchange(owned, group, device)
+    rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
     return [
         [RankSlice(Slice(*_tuples(row[:5])), row[5], rank) for row in of_rank]
-        for rank, of_rank in enumerate(rows)
-    ]
-
-
-def _exchange(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[Any]]:
-    """As plain values."""
-    rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
-    data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
-    with group.ledger.about("assembly"):
-        sizes = torch.empty(group.size, dtype=torch.int64, device=device)
-        group.all_gather(sizes, torch.tensor([len(data)], device=device))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
-        padded[: len(data)] = data.to(device)
-        gathered = torch.empty(group.size, len(padded), dtype=torch.uint8, device=device)
-        group.all_gather(gathered, padded)
-    return [
-        json.loads(row[:size].cpu().numpy().tobytes())
-        for row, size in zip(gathered, sizes.tolist(), strict=True)
+        for rank, of_rank in enumerate(gather_values(rows, group, device, "assembly"))
     ]

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast, final
 
 import torch.distributed as dist
 
+from echelon.collectives.agreement import decide_on_rank_0
 from echelon.engine import Engine
 from echelon.errors import UserError
-from echelon.launching.group import decide_on_rank_0
 from echelon.state.checkpoint import CheckpointFolder
 from echelon.train.data_position import DataPosition
 from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Stepped

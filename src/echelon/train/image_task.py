@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.data import ImageData, TrainingImages, ValidationImages, open_images
 from echelon.models import ImageConfig, ImageModel, build_image, cross_entropy, load_image, num_parameters
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET
 
 if TYPE_CHECKING:
     from echelon.train.jobs.job import Job

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
-from echelon.program import Costs, Program, Span, Timeline, measured, simulate
+from echelon.program import Costs, Program, Span, Timeline, simulate
+from echelon.program.simulate import measured_costs
+from echelon.program.timeline import bubble_of, work_spans
 from echelon.train.small_training import by_step, make_batch, make_engine, spans_of
 
 _LAYERS = 3  # blocks per stage; the first and the last stage have one less, for embedding and head
@@ -30,7 +32,7 @@ class Rehearsal(NamedTuple):
 
     @property
     def bubbles(self) -> list[float]:
-        return [measured.bubble(turn, len(self.planned.program.ranks)) for turn in self.turns]
+        return [bubble_of(turn, len(self.planned.program.ranks)) for turn in self.turns]
 
     @property
     def bubble(self) -> float:
@@ -39,18 +41,18 @@ class Rehearsal(NamedTuple):
 
     @property
     def planned_bubble(self) -> float:
-        return measured.bubble(list(self.planned.spans()), len(self.planned.program.ranks))
+        return bubble_of(list(self.planned.spans()), len(self.planned.program.ranks))
 
     @property
     def planned_work(self) -> list[Span]:
-        return measured.work(list(self.planned.spans()))
+        return work_spans(list(self.planned.spans()))
 
     @property
     def typical(self) -> list[Span]:
         """The work of the turn with the median bubble; its time starts at 0."""
         bubbles = self.bubbles
         _, place = min((abs(bubble - self.bubble), place) for place, bubble in enumerate(bubbles))
-        work = measured.work(self.turns[place])
+        work = work_spans(self.turns[place])
         start = min(span.start for span in work)
         return [span._replace(start=span.start - start, end=span.end - start) for span in work]
 
@@ -62,7 +64,7 @@ def rehearse(plan: Plan, program: Program, batches: int = 1) -> Rehearsal:
     with Ranks(plan.ranks) as ranks:
         rank_turns = ranks.run(run_turns, plan, model, batches)
     turns = by_step(sorted(rank_turns, key=lambda rank_spans: rank_spans[0][0].rank))
-    costs = measured.costs(turns, program.stages)
+    costs = measured_costs(turns, program.stages)
     return Rehearsal(turns, costs, simulate(program, costs), model)
 
 

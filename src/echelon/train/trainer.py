@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
 from echelon.launching import TRAINING_MODULES, join, preload
-from echelon.launching.group import decide_on_rank_0
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.launching.torchrun import is_under_torchrun, when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
@@ -99,7 +98,7 @@ class LaunchedRun(NamedTuple):
 
 def this_launch() -> list[str]:
     """The agents of all ranks; every rank must call this."""
-    return sorted({each.decode() for each in all_gather_bytes(_agent().encode())})
+    return list(agree_on_every_rank(_agent, lambda agents: sorted(set(agents))))
 
 
 def run_of_launch(job: Job, launch: Sequence[str]) -> LaunchedRun | None:

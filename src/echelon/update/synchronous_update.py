@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.parallel.data import Problem, squared_norm
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint import SavedParameter, SavedState, numbers_of
@@ -134,9 +134,9 @@ class SynchronousUpdate(Update):
             # Weights that the host sends up would be waited for, and shared, by `publish`, which leaves it.
             if not (self.stepper.on_host and self._is_left_out()):
                 self.stepper.start_update(self.number)
-                self.stepper.step(scaling.factor, scaling.skip)
+                self.stepper.step_all(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
-            self.stepper.step(1.0, scaling.skip)
+            self.stepper.step_all(1.0, scaling.skip)
         if not self._steady:
             self._overflows = self._overflows + scaling.overflows
             return

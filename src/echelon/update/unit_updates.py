@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from echelon.parallel.data import Sharing, SummedUnit, squared_norm
 from echelon.state.ownership import LocalParameter
+from echelon.update.numbers import Flag
 from echelon.update.precision import Stepper, check_takes_units, with_gradients
 
 
@@ -26,12 +27,12 @@ class UnitUpdates:
         self._stepper = stepper
         self._square: Tensor | None = None
         # Whether the update must change nothing, for want of samples; asked when a unit is complete.
-        self.skip: Callable[[], bool | Tensor] = lambda: False
+        self.skip: Callable[[], Flag] = lambda: False
         self.on_unit: Callable[[], None] = lambda: None  # before its gradients are used
         self.rehearsal: Rehearsal | None = None  # while a step is rehearsed
         self.has_updated = False  # whether weights are between those of before and after a step
         for sharing in sharings:
-            sharing.on_unit = self._update
+            sharing.update_in_backward(self._update)
 
     @contextmanager
     def rehearse(self, see: Callable[[Sequence[LocalParameter]], None]) -> Iterator[None]:

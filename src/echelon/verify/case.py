@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
-from echelon.nn.dropout import recurrent_dropout
-from echelon.nn.huggingface import casts_to_float32, frequencies
+from echelon.nn.batch import tensors_of
+from echelon.nn.dropout.modules import recurrent_dropout
+from echelon.nn.huggingface.families import frequencies
+from echelon.nn.huggingface.modules import casts_to_float32
 from echelon.nn.initialization import is_deferred
-from echelon.nn.inputs import tensors_of
 from echelon.nn.wrapping import Wrapper, Wrapping
 
 

@@ -15,13 +15,14 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import ask_rank_0
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit.reference import disturbed_outputs
 from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
-from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
-from echelon.nn.dtypes import DTYPES
+from echelon.launching.torchrun import is_under_torchrun
+from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.state.assembly import assemble
 from echelon.state.ownership import MASTER

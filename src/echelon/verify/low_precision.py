@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.plan import Plan
 from echelon.state.ownership import MASTER
 from echelon.verify.reference import TrainingResult

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.nn.batch import num_samples, part_bounds, take_part, total_and_count
+from echelon.nn.batch import num_samples, part_bounds, take_part
+from echelon.nn.losses import total_and_count
 from echelon.parallel.pipeline import split_model
 from echelon.plan import Plan
 from echelon.verify.case import Case

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.nn.batch import num_samples, take_part, total_and_count
+from echelon.nn.batch import num_samples, take_part
+from echelon.nn.losses import total_and_count
 from echelon.update.update import Push
 from echelon.verify.case import Case
 from echelon.verify.reference import ReferenceModel, ReferenceScale, TrainingResult

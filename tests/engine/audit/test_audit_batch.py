@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import (
     GivenBatch,
     choose_samples,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit import AuditResult, Mode, held, skipped
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import GivenBatch
 from echelon.engine.audit.auditing import Audit, check_finite_weights
 from echelon.errors import UserError

@@ -9,7 +9,7 @@ import torch
 
 from echelon.engine.step.batch_checks import check_batch
 from echelon.errors import UserError
-from echelon.nn.inputs import Inputs
+from echelon.nn.batch import Inputs
 
 rows = torch.zeros(4, 3)
 

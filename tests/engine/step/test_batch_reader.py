@@ -14,7 +14,7 @@ import echelon
 from echelon.engine.step.batch_reader import BatchReader, read_sample, to_plain
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.nn.inputs import Inputs
+from echelon.nn.batch import Inputs
 from echelon.parallel.own_loss import OwnLoss
 from echelon.plan import Plan
 

@@ -20,7 +20,7 @@ from echelon.nn.experts import (
     after_step,
     auxiliary_loss,
 )
-from echelon.nn.experts.gates.softmax_gate import SoftmaxRouter
+from echelon.nn.experts.softmax_gates import SoftmaxRouter
 
 WIDTH, EXPERTS = 8, 4
 PLANS = ["data=1", "microbatches=2"]

@@ -13,7 +13,8 @@ from echelon.engine import Engine
 from echelon.engine.step.samples import Scopes, first_sample, samples_before
 from echelon.launching import Ranks
 from echelon.nn.batch import microbatches
-from echelon.nn.dropout import current, key_dropout
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import current
 from echelon.nn.experts import NoisyTopKGate
 from echelon.nn.wrapping import Wrapping
 from tests.cases import adamw, vectors

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.errors import UserError
-from echelon.memory.recompute import SecondRunCheck
-from echelon.nn.dropout import key_dropout, scope
+from echelon.memory.recompute.second_run import SecondRunCheck
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.stage import iterated_modules, no_iteration

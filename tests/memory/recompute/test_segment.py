@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from echelon.engine.step.runtime.flight import get_gradient_edge
 from echelon.engine.step.runtime.split_backward import SplitBackward
 from echelon.errors import UserError
-from echelon.memory.recompute import SecondRunCheck
+from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.memory.recompute.segment import Run
 from echelon.nn.autograd.second_run import once
 from tests.memory.recompute.chains import assert_same, recompute, settings, train, vectors

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.nn.draws import SampleDraws
-from echelon.nn.dropout import scope
+from echelon.nn.dropout.training_position import scope
 
 Draw = Callable[[Tensor], Tensor]
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.nn.dropout import keep_mask
+from echelon.nn.dropout.mask import Draw, Runs, drop, mask_of, runs_of
 from echelon.nn.hashing import hash_of, mix, mix_, signed
+from tests.nn.dropout.masks import keep_mask
+from tests.nn.dropout.triton_stand_in import kernel_on_cpu
 
 SHAPE = (64, 32, 128)
 COUNT = math.prod(SHAPE)
@@ -137,3 +139,71 @@ def test_a_part_of_the_last_dim_keeps_what_the_whole_does(shape: tuple[int, ...]
             for n in range(parts)
         ]
         assert torch.equal(torch.cat(found, -1), seen)
+
+
+DRAW = Draw(hash_of(1, 2, 3, 0), 4, 0.3)
+
+
+def expected(x: Tensor) -> Tensor:
+    return x * mask_of(DRAW, x.shape, "cpu") * DRAW.scale
+
+
+def test_the_gradient_is_that_of_the_same_mask_and_nothing_is_kept() -> None:
+    x = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output = drop(x, DRAW)
+    assert torch.equal(output, expected(x))
+    weights = torch.randn_like(output, requires_grad=True)
+    (gradient,) = torch.autograd.grad(output, x, weights, create_graph=True)
+    assert torch.equal(gradient, expected(weights))
+    assert torch.equal(torch.autograd.grad(gradient.sum(), weights)[0], expected(torch.ones_like(x)))
+    assert saved == []
+
+
+def test_inplace_is_in_place() -> None:
+    x = torch.randn(4, 6)
+    result = expected(x)
+    assert drop(x, DRAW, inplace=True) is x
+    assert torch.equal(x, result)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_kernel_sees_contiguous_memory_and_strides_stay(
+    inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.nn.dropout.mask.has_kernel", lambda _: True)
+    x = torch.randn(5, 4, 6).transpose(1, 2)
+    result = expected(x)
+    with kernel_on_cpu():
+        output = drop(x, DRAW, inplace=inplace)
+    assert output.stride() == x.stride()
+    assert torch.equal(output, result)
+
+
+def test_nothing_of_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echelon.nn.dropout.mask.has_kernel", lambda _: True)
+    assert drop(torch.empty(0, 4), DRAW).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_indices", "part", "expected"),
+    [
+        ((8,), False, None, Runs(1, 1)),
+        ((8, 5, 6), False, None, Runs(1, 30)),
+        ((8, 5, 6), True, None, Runs(5, 6)),
+        ((8, 5), True, None, Runs(5, 1)),
+        ((8, 6), False, (1, 2), Runs(1, 6, 1, 1, 2)),
+        ((8, 5, 6), True, (1, 2), Runs(5, 6, 1, 1, 2)),
+        ((8, 5, 3, 6), False, (2, 4), Runs(15, 6, 3, 2, 4)),
+    ],
+)
+def test_runs_of_a_shape(
+    shape: tuple[int, ...], has_indices: bool, part: tuple[int, int] | None, expected: Runs
+) -> None:
+    assert runs_of(shape, has_indices=has_indices, feature_part=part) == expected
+
+
+def test_runs_of_an_odd_length_share_words() -> None:
+    assert Runs(5, 6).has_whole_words
+    assert not Runs(5, 3).has_whole_words

@@ -14,19 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.nn.dropout import (
+from echelon.nn.dropout.modules import (
     KeyedDropout,
-    current,
-    keep_mask,
     key_dropout,
     keyed_modules,
-    restore,
-    scope,
     set_global_indices,
     split_features,
     unkeyed_dropout,
 )
+from echelon.nn.dropout.training_position import current, restore, scope
 from echelon.nn.wrapping import Wrapping, find_wrapper
+from tests.nn.dropout.masks import keep_mask
 
 DOUBLE = torch.float64
 

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.errors import UserError
-from echelon.nn.dropout import KeyedNoise, current, key_dropout, noises, restore, scope
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.noise import KeyedNoise, noises
+from echelon.nn.dropout.training_position import current, restore, scope
 from echelon.nn.hashing import mix_
 from echelon.nn.wrapping import Wrapping
 

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from echelon.nn.dropout import TrainingPosition, current, restore, scope
-from echelon.nn.dropout.training_position import next_use
+from echelon.nn.dropout.training_position import TrainingPosition, current, next_use, restore, scope
 
 
 def test_nothing_is_open_outside() -> None:

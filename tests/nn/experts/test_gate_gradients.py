@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from echelon.nn.dropout import key_dropout, scope
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.experts import (
     ExpertChoiceGate,
     Gate,

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.dropout import key_dropout, scope
+from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.experts import (
     ExpertChoiceGate,
     Experts,

@@ -6,7 +6,7 @@ import torch
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.models import cross_entropy
-from echelon.nn.huggingface import draws_by_function
+from echelon.nn.huggingface.modules import draws_by_function
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.models import cross_entropy
-from echelon.nn.huggingface import frequencies
+from echelon.nn.huggingface.families import frequencies
 from echelon.nn.huggingface.inputs import MASK
 from echelon.nn.layering import listed_layers
 from echelon.nn.sequence import View, assign

@@ -9,8 +9,9 @@ from transformers import MambaConfig
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.models import cross_entropy
-from echelon.nn.dropout import key_dropout, scope, unkeyed_dropout
-from echelon.nn.huggingface import casts_to_float32, draws_by_function, draws_by_head, is_transposed
+from echelon.nn.dropout.modules import key_dropout, unkeyed_dropout
+from echelon.nn.dropout.training_position import scope
+from echelon.nn.huggingface.modules import casts_to_float32, draws_by_function, draws_by_head, is_transposed
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import Plan

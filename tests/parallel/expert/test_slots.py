@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Ledger
-from echelon.nn.experts.sorting import sort_slots
+from echelon.nn.experts.rows import sort_slots
 from echelon.parallel.expert.modules import (
     Dispatch,
     Journey,

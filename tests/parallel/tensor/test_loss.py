@@ -11,8 +11,8 @@ from torch import Tensor
 from echelon.collectives.mesh import Mesh
 from echelon.launching import Ranks
 from echelon.models import cross_entropy
-from echelon.nn import entropy
-from echelon.nn.huggingface import causal_cross_entropy
+from echelon.nn import losses
+from echelon.nn.huggingface.own_loss import causal_cross_entropy
 from echelon.parallel.tensor import SPLIT_LOSSES, vocabulary_cross_entropy
 from echelon.parallel.tensor.loss import split_loss
 from echelon.plan import Plan
@@ -32,7 +32,7 @@ def value_and_gradient(ranks: int, scale: float, dtype: torch.dtype) -> tuple[Te
     group = Mesh.join(Plan(tensor=ranks)).group("tensor")
     logits, targets = logits_and_targets(scale)
     part = logits.to(dtype).chunk(ranks, -1)[group.rank].clone().requires_grad_()
-    with mock.patch.object(entropy, "_CPU_CHUNK", 4 * part.shape[-1]):
+    with mock.patch.object(losses, "_CPU_CHUNK", 4 * part.shape[-1]):
         total, count = vocabulary_cross_entropy(part, targets, group, 12)
         (total * 0.5).backward()
     totals = group.ledger.totals.items()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from echelon.engine import Engine
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate
 from echelon.plan import Plan
 from echelon.update.optim import SM3, Adafactor

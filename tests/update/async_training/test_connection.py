@@ -5,7 +5,7 @@ import torch
 
 from echelon.collectives import Ledger
 from echelon.launching import PeerLost
-from echelon.update.async_training.messages import Kind, Message
+from echelon.update.async_training.port import Kind, Message
 from echelon.update.async_training.server import ServerFailed
 from echelon.update.update import Push
 from tests.update.async_training.serving import Remote

@@ -17,9 +17,10 @@ from echelon.engine.engine import Engine
 from echelon.errors import UserError
 from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import ENGINE
-from echelon.update.offload.host_ring import HostRing
+from echelon.update.numbers import HostCopy
 from echelon.update.offload.host_twins import HostTwins
-from echelon.update.offload.optimizer import HostStepper
+from echelon.update.offload.host_worker import HostRing
+from echelon.update.offload.optimizer import HostStepper, _on_one_device
 from echelon.update.synchronous_update import SynchronousUpdate
 from tests.cases import adamw, mean_loss, sgd, vectors
 
@@ -626,3 +627,10 @@ def test_a_wait_that_is_left_out_is_found() -> None:
         assert weight.isnan().all()
         engine.synchronize()
         assert not weight.isnan().any()
+
+
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)])
+@pytest.mark.parametrize("skip", [False, True, torch.tensor(True), torch.tensor(0.0)])
+def test_numbers_of_the_host_are_read_as_they_are(factor: Any, skip: Any) -> None:
+    found = HostCopy(_on_one_device(factor, skip)).wait()
+    assert found == [0.25, float(bool(skip))]

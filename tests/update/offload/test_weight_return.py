@@ -10,8 +10,7 @@ from echelon.collectives import Ledger
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.state.ownership import LocalParameter
 from echelon.update.offload.host_twins import HostTwins, Twin
-from echelon.update.offload.kept_weights import KeptWeights
-from echelon.update.offload.weight_return import Returning, WeightReturn
+from echelon.update.offload.weight_return import KeptWeights, Returning, WeightReturn
 
 
 class HostRun:

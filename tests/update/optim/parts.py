@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.state.ownership import own_run, run_slices
-from echelon.update.optim.exchange import Exchange, Part
-from echelon.update.optim.sum_optimizer import SumOptimizer
+from echelon.update.optim.sum_optimizer import Exchange, Part, SumOptimizer
 
 
 class InParts:

@@ -8,8 +8,7 @@ import torch
 
 import echelon.update.precision
 from echelon.nn.hashing import hash_of
-from echelon.update.precision.element_runs import ElementRuns
-from echelon.update.precision.rounding import _round
+from echelon.update.precision.rounding import ElementRuns, _round
 from tests.nn.dropout.triton_stand_in import kernel_on_cpu
 
 KEY = hash_of(1, 2, 3)

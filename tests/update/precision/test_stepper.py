@@ -442,3 +442,50 @@ def test_an_optimizer_is_asked_about_each_gradient_of_a_unit() -> None:
     direct.check_gradients(local[1:])
     with pytest.raises(UserError, match="table has a sparse gradient"):
         direct.check_gradients(local)
+
+
+class NotedStepper(stepper.Stepper):
+    """Notes which units are updated."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, deferred=False)
+        self.calls: list[Any] = []
+
+    def step(self, factor: Any, skip: Any = False, unit: Any = None) -> None:
+        self.calls.append((factor, skip, unit))
+
+    def load(self, local: Any, saved: Any) -> None:
+        raise NotImplementedError
+
+
+class UnitSharing:
+    def __init__(self, *units: str) -> None:
+        self._units = units
+
+    def pieces_to_update(self) -> tuple[str, ...]:
+        return self._units
+
+
+def test_weights_in_host_memory_are_updated_unit_by_unit() -> None:
+    noted = NotedStepper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    noted.step_all(0.5, True)
+    assert noted.calls == [(0.5, True, None)], "all at once, where all are on the device"
+    first, second = UnitSharing("a", "b"), UnitSharing("c")
+    noted.use_units([first, second, first])  # type: ignore[list-item]
+    assert noted.by_unit
+    noted.calls.clear()
+    noted.step_all(0.5)
+    noted.step_all(0.25, True)
+    assert noted.calls == [*((0.5, False, each) for each in "abc"), *((0.25, True, each) for each in "abc")]
+
+
+def test_an_optimizer_that_must_see_all_weights_is_refused_also_later() -> None:
+    lbfgs = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
+    with pytest.raises(UserError, match="optimizer LBFGS with offload=parameters"):
+        NotedStepper(lbfgs).use_units([])
+    noted = NotedStepper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    noted.use_units([UnitSharing("a")])  # type: ignore[list-item]
+    noted.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UserError, match="whose steps nobody watches by a hook"):
+        noted.step_all(1.0)
+    assert noted.calls == []

@@ -164,7 +164,7 @@ class Mesh:
         """With debug=true. Not where stages have several replicas: there a sum that is begun early waits for
         nobody, and a comparison would wait for a replica that waits for this rank."""
         if self.plan.debug and max(self.plan.replicas) == 1:
-            compare_calls(group, self.device)
+            compare_calls(group)
 
     def close(self, *, failed: bool = False) -> None:
         """Close all groups of this mesh, any number of times, also when peers are gone (`failed`).
@@ -249,15 +249,14 @@ _DEFAULT_LIMIT = timedelta(minutes=30)
 _stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, Store]" = weakref.WeakKeyDictionary()
 
 
-def compare_calls(group: Group, device: torch.device) -> None:
+def compare_calls(group: Group) -> None:
     """Let `group` compare its calls from here on, if it talks to processes; all its ranks must call this."""
     process_group: dist.ProcessGroup | None = getattr(group, "process_group", None)
     if process_group is None:
         return
     store = PrefixStore(f"echelon/debug/{process_group.group_name}", _store())
     ranks = dist.get_process_group_ranks(process_group)
-    queue_per_peer = group.has_queue_per_peer(device)
-    group.comparison = CallComparison(store, group.rank, ranks, queue_per_peer=queue_per_peer)
+    group.comparison = CallComparison(store, group.rank, ranks)
 
 
 def _store() -> Store:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
-from echelon.nn.batch import Batch, num_samples
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import Batch, num_samples, tensors_of
 
 _PER_PART = 2  # samples of a microbatch, if it has so many: a model may treat one sample differently
 

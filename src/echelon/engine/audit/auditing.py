@@ -16,9 +16,9 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode, held
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import NUM_TRAITS, GivenBatch, sample_traits, shown_traits
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
@@ -27,7 +27,7 @@ from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.samples import Scopes
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.tensor import split_loss

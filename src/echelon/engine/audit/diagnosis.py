@@ -15,7 +15,7 @@ from echelon.engine.audit.audit_batch import AuditBatch
 from echelon.engine.audit.gradient_comparison import TOLERANCES, Difference, KeptGradients
 from echelon.engine.audit.one_device import FailedRunError, OneDevice
 from echelon.engine.audit.reference import Result, Run
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 from echelon.plan import Plan
 
 _NAMED = 3

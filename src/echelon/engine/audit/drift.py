@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import RankAgreement, gather_rows
 from echelon.collectives.fingerprint import device_fingerprint, measures, near
 from echelon.collectives.mesh import Mesh
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.errors import UserError
 from echelon.parallel.data import Sharing, Zero
 from echelon.parallel.layer_sharding import LayerSharding
@@ -106,14 +106,15 @@ class DriftCheck:
             return None
         summary = device_fingerprint if copies.exact else measures
         summaries = [summary(tensor.to(self._mesh.device)) for _, tensor in named]  # some are on the host
-        gathered = _gather_rows(torch.stack(summaries), copies.group)
+        gathered = gather_rows(torch.stack(summaries), copies.group, "checks")
         if copies.exact:
             differs = (gathered != gathered[:1]).any(2)
         else:
             eps = max(torch.finfo(tensor.dtype).eps for _, tensor in named)
             differs = ~near(gathered, eps) & (gathered != gathered[:1]).any(2)
         rank = torch.full((1,), self._mesh.rank, device=self._mesh.device)
-        return _Compared(copies, [name for name, _ in named], differs, _gather_rows(rank, copies.group))
+        ranks = gather_rows(rank, copies.group, "checks")
+        return _Compared(copies, [name for name, _ in named], differs, ranks)
 
     def error(self, *, before: int) -> UserError | None:
         """Return what the last comparison has found, once, if its step was `before` this one; all ranks ask
@@ -161,19 +162,13 @@ def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh)
     return [*replicas, buffers, tensor, *_tied(sharings)]
 
 
-def _gather_rows(local: Tensor, group: Group) -> Tensor:
-    """Gather every rank's numbers, [ranks, …]."""
-    gathered = local.new_empty(group.size, *local.shape)
-    with group.ledger.about("checks"):
-        group.all_gather(gathered, local.contiguous())
-    return gathered
-
-
 def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:
     """List what this rank updates of each trained parameter: all of it, or its part."""
     sharing.wait_for_weights(sharing.local_parameters())
     if isinstance(sharing, Zero):
-        return [(each.name, each.parameter, sharing.standing(each)) for each in sharing.local_parameters()]
+        return [
+            (each.name, each.parameter, sharing.stored_values(each)) for each in sharing.local_parameters()
+        ]
     return [(name, parameter, parameter) for name, parameter in sharing.parameter_set.trained]
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit import AuditResult, held, skipped
-from echelon.engine.audit.agreement import RankAgreement
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.audit.diagnosis import explain
 from echelon.engine.audit.gradient_comparison import (

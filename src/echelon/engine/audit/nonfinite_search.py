@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from echelon.engine.audit.agreement import RankAgreement
+from echelon.collectives.agreement import RankAgreement
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.flushed_runner import FlushedRunner
 from echelon.engine.step.side_effects import as_checks, without_side_effects
-from echelon.nn.batch import Batch
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import Batch, tensors_of
 from echelon.parallel.stage import LocalStages
 from echelon.program import Instruction, Op
 from echelon.update.nonfinite import NonfiniteError

@@ -17,8 +17,8 @@ from echelon.engine.step.samples import Scopes, counting
 from echelon.engine.step.side_effects import AttributeSnapshot
 from echelon.engine.step.upload import to_device
 from echelon.nn.autograd.generators import GeneratorStates
-from echelon.nn.batch import Loss, cast, num_samples, total_and_count
-from echelon.nn.inputs import call
+from echelon.nn.batch import call, cast, num_samples
+from echelon.nn.losses import Loss, total_and_count
 
 Parameters = Mapping[str, nn.Parameter]
 _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint

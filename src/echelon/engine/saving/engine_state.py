@@ -17,11 +17,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank, gather_values
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.step_counter import StepCounter
 from echelon.errors import raise_errors
-from echelon.launching.group import check_on_every_rank
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.nn.wrapping import find_wrapper
 from echelon.parallel.data.all_reduce import Bucketed
 from echelon.parallel.stage import LocalStages
@@ -157,10 +156,8 @@ class EngineState:
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather plain data of every rank, in rank order."""
-        if self.mesh.plan.ranks == 1:
-            return [value]
-        return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
+        """Return every rank's plain values, in rank order."""
+        return gather_values(value, self.mesh.group("all"), self.mesh.device)
 
 
 def _groups(update: Update) -> list[dict[str, Any]]:

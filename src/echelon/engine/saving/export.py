@@ -5,10 +5,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError, raise_errors
-from echelon.launching.group import check_on_every_rank
 from echelon.launching.watch.pulse import beat
-from echelon.nn.huggingface import config_json, is_pretrained, weight_layout, write_generation_config
+from echelon.nn.huggingface import config_json, weight_layout
+from echelon.nn.huggingface.modules import is_pretrained
+from echelon.nn.huggingface.weight_layouts import write_generation_config
 from echelon.state.assembly import Assembly, Key
 from echelon.state.ownership import VALUE, StateNames
 from echelon.state.weight_files import write_folder

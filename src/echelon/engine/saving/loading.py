@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.saving.engine_state import (
     EXTRA_STATE,
     JSON,
@@ -31,12 +32,12 @@ from echelon.engine.saving.engine_state import (
 )
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError, raise_errors
-from echelon.launching.group import check_on_every_rank
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import SavedState, number_errors, numbers_of
 from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.layout import whole
-from echelon.update.optim.state_forms import inner_optimizers, state_forms
+from echelon.update.optim.needs import inner_optimizers
+from echelon.update.optim.optimizer_state import state_forms
 from echelon.update.update import Update
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.fingerprint import fingerprint, measures, near, wrapped
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
@@ -28,7 +29,7 @@ def check_same_batch(batch: Batch, mesh: Mesh) -> None:
     if mesh.plan.ranks == mesh.plan.data:
         return
     local = torch.tensor(_fingerprint(batch), device=mesh.device)
-    fingerprints = _gather(local, mesh.group("all")).tolist()
+    fingerprints = gather_rows(local, mesh.group("all"), _SUBJECT).tolist()
     first: dict[int, int] = {}
     for rank, position in enumerate(mesh.layout.positions):
         other = first.setdefault(position.replica, rank)
@@ -69,9 +70,10 @@ def check_same_gradients(
     compared = sorted((each for each in local if each.parameter in whole), key=lambda e: (e.name, e.begin))
     if not compared:
         return
-    gathered = _gather(
-        torch.stack([measured.get(each.tensor, measure_gradient(each.tensor)) for each in compared]), group
+    local_measures = torch.stack(
+        [measured.get(each.tensor, measure_gradient(each.tensor)) for each in compared]
     )
+    gathered = gather_rows(local_measures, group, _SUBJECT)
     is_near = near(gathered, max(torch.finfo(each.tensor.dtype).eps for each in compared)).tolist()
     names = [each.name for each, is_same in zip(compared, is_near, strict=True) if not is_same]
     if names:
@@ -88,11 +90,3 @@ def measure_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     like = torch.zeros((), device=parameter.device)
     return measures(like if gradient is None else gradient)
-
-
-def _gather(local: Tensor, group: Group) -> Tensor:
-    """Every rank's numbers, [ranks, …]."""
-    gathered = local.new_empty(group.size, *local.shape)
-    with group.ledger.about(_SUBJECT):
-        group.all_gather(gathered, local.contiguous())
-    return gathered

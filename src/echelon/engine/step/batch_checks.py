@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from echelon.errors import raise_errors
-from echelon.nn.batch import Batch
-from echelon.nn.inputs import Inputs
+from echelon.nn.batch import Batch, Inputs
 
 _PLAIN_LEAVES = (str, int, float, bool, type(None))
 

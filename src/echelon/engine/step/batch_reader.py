@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from echelon.engine.step.batch_checks import check_batch
 from echelon.errors import UserError, raise_errors
-from echelon.nn.batch import Batch, Loss
-from echelon.nn.call_signature import CallSignature
-from echelon.nn.huggingface import find_family, layer_inputs, shift
-from echelon.nn.inputs import Inputs
+from echelon.nn.batch import Batch, CallSignature, Inputs
+from echelon.nn.huggingface.families import find_family
+from echelon.nn.huggingface.inputs import layer_inputs
+from echelon.nn.huggingface.own_loss import shift
 from echelon.nn.layering import listed_layers
+from echelon.nn.losses import Loss
 from echelon.parallel.own_loss import OwnLoss, takes_next_labels
 from echelon.plan import AUTO, Plan
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.step.runtime import Microbatch, Script, Slot, Versions
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch
 from echelon.program import Program, build
-from echelon.program.step_program import continuous_steps
+from echelon.program.build import continuous_steps
 from echelon.update.numbers import Number, StepNumbers
 from echelon.update.synchronous_update import SynchronousUpdate
 

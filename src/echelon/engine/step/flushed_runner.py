@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.agreement import measure_gradient
 from echelon.engine.step.runtime import Microbatch
 from echelon.engine.step.side_effects import renormalises_any, without_side_effects
 from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
-from echelon.launching.group import check_on_every_rank
 from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.parallel.stage import LocalStages
 from echelon.program import Program, without_update
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import StepNumbers
 

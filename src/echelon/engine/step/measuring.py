@@ -5,7 +5,6 @@ Means are weighted by samples, totals and counts are added up, over microbatches
 that of the whole batch at once, whatever the plan.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_values
 from echelon.errors import UserError
-from echelon.parallel.data.text_agreement import gather_texts
 from echelon.plan import Plan
 
 Measure = Callable[[Any, Any], Any]
@@ -56,10 +55,9 @@ def agree_on_means(
     sums: Mapping[str, Tensor], group: Group, device: torch.device
 ) -> float | dict[str, float] | None:
     """The means over what all ranks of a group have measured; stages without a loss know no names."""
-    texts = gather_texts(json.dumps({name: pair.tolist() for name, pair in sums.items()}), group, device)
     totals: dict[str, tuple[float, float]] = {}
-    for text in texts:
-        for name, (total, count) in json.loads(text).items():
+    for of_rank in gather_values({name: pair.tolist() for name, pair in sums.items()}, group, device):
+        for name, (total, count) in of_rank.items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + total, before[1] + count)
     means = {name: total / count if count else math.nan for name, (total, count) in totals.items()}

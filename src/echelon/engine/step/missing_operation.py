@@ -11,7 +11,7 @@ import re
 import torch
 
 from echelon.errors import UserError
-from echelon.parallel.data.zero.comings import Comings
+from echelon.parallel.data.zero.weight_views import Placement
 from echelon.plan import Plan
 
 _TYPE = r"'?(?:Half|BFloat16)'?"
@@ -60,12 +60,12 @@ def missing_operation(message: str, plan: Plan, device: torch.device) -> UserErr
             "that it reads as 'divided' in tensor_table (docs/tensor.md), or its matrices as 'replicated'"
         )
     if plan.frees_weights and "modified by an inplace operation" in message:
-        comings = Comings(gathers=plan.zero == 3, fetches="parameters" in plan.offload)
+        placement = Placement(plan.zero == 3, "parameters" in plan.offload)
         return UserError(
-            f"plan '{plan}': the backward pass needs a weight that {comings} has freed, or a tensor that was "
-            "changed in place. A module's weights come back for its backward pass if its output can be seen: "
-            "return tensors, or tuples, lists and dicts of them, and no function or generator that holds "
-            f"them; replace in-place operations, or {comings.way_out}"
+            f"plan '{plan}': the backward pass needs a weight that {placement} has freed, or a tensor that "
+            "was changed in place. A module's weights come back for its backward pass if its output can be "
+            "seen: return tensors, or tuples, lists and dicts of them, and no function or generator that "
+            f"holds them; replace in-place operations, or {placement.fix}"
         )
     if plan.precision == "fp64" and _TWO_TYPES.search(message):
         return UserError(

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.inputs import tensors_of
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.batch import tensors_of
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.update.numbers import Number
 
 
@@ -157,9 +158,7 @@ class LossNormaliser:
             workers = plan.data if plan.staleness == 0 else 1
             return Counts(*(number * workers for number in local))
         row = torch.cat([_on_device(number, device) for number in local])
-        rows = row.new_empty(group.size, len(row))
-        with group.ledger.about("loss counts"):
-            group.all_gather(rows, row)
+        rows = gather_rows(row, group, "loss counts")
         # A stage may have several ranks of each replica in its group, one after the other.
         summed = rows[:: group.size // plan.data].sum(0)
         return Counts(*(summed.tolist() if reads else summed))

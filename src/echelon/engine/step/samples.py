@@ -13,7 +13,9 @@ from echelon.collectives.mesh import Mesh
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import part_bounds
 from echelon.nn.draws import EVALUATION, SampleDraws
-from echelon.nn.dropout import counted_samples, draw_masks_again, key_dropout, keyed_modules, noises, scope
+from echelon.nn.dropout.modules import draw_masks_again, key_dropout, keyed_modules
+from echelon.nn.dropout.noise import noises
+from echelon.nn.dropout.training_position import counted_samples, scope
 from echelon.nn.hashing import hash_of
 from echelon.nn.wrapping import Wrapping
 from echelon.update.numbers import HostCopy

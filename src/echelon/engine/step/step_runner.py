@@ -29,9 +29,8 @@ from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.recompute.selective import selective_of
-from echelon.nn.batch import Batch, cast, microbatches, num_samples, total_and_count
-from echelon.nn.dtypes import DTYPES
-from echelon.nn.inputs import shared_inputs, tensors_of
+from echelon.nn.batch import DTYPES, Batch, cast, microbatches, num_samples, shared_inputs, tensors_of
+from echelon.nn.losses import total_and_count
 from echelon.parallel.data import talks_in_forward
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.padding import LocalTargets

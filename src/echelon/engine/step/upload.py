@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 
 
 def to_device(structure: Any, device: torch.device) -> Any:

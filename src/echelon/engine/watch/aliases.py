@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import raise_errors
-from echelon.memory.gist.dense import overlap
-from echelon.nn.inputs import tensors_of
+from echelon.memory.storages import overlap
+from echelon.nn.batch import tensors_of
 from echelon.plan import Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.autograd.tracing import untraced
 from echelon.nn.layering import listed_layers
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages

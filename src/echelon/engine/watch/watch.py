@@ -30,9 +30,8 @@ from echelon.parallel.data.zero.weight_access import Idle
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
-from echelon.update.optim.first_state import FirstStates
-from echelon.update.optim.needs import need_of
-from echelon.update.optim.state_forms import inner_optimizers
+from echelon.update.optim.local import FirstStates
+from echelon.update.optim.needs import inner_optimizers, need_of
 from echelon.update.precision.optimizer_call import has_step_hooks
 from echelon.update.precision.stepper import has_other_step
 from echelon.update.update import Update

@@ -20,9 +20,10 @@ from echelon.hardware import available_memory, total_memory
 from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass, take
 from echelon.memory.activation_offload.offloaded_storage import OffloadedStorage, SharedPiece
-from echelon.memory.recompute import backward_follows, weight_storages
+from echelon.memory.recompute import backward_follows
+from echelon.memory.storages import storages_of, weight_storages
 from echelon.nn.autograd.saved_tensors import current_observer, replace
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
 from echelon.parallel.stage import LocalStages, Stage
@@ -111,8 +112,7 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             yield
             return
-        storages = {t.untyped_storage()._cdata for t in resident if t.layout is torch.strided}
-        current = self.current = OffloadedPass(self, storages, self._immediate.get(slot[0]))
+        current = self.current = OffloadedPass(self, storages_of(resident), self._immediate.get(slot[0]))
         pack = current.pack  # one object: hooks are compared by identity
         try:
             with replace(pack, take, current_observer()):
@@ -202,8 +202,4 @@ class OffloadedLayer(Wrapper):
 
 def _without_gradients(arguments: Any) -> set[int]:
     """The storages of arguments that need no gradient: other layers take the same ones."""
-    return {
-        tensor.untyped_storage()._cdata
-        for tensor in tensors_of(arguments)
-        if tensor.layout is torch.strided and not tensor.requires_grad
-    }
+    return storages_of(tensor for tensor in tensors_of(arguments) if not tensor.requires_grad)

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.memory.gist import backend
-from echelon.memory.gist.dense import Layout
+from echelon.memory.gist.compression import Compression, Maker, is_encoded, is_off
 from echelon.memory.gist.floats import Parts, format_for
-from echelon.memory.gist.fresh import Maker
-from echelon.memory.gist.settings import Compression, is_encoded, is_off
+from echelon.memory.gist.packing import Layout
 from echelon.nn.wrapping import Wrapper, replaced_forward
 
 _aten = torch.ops.aten

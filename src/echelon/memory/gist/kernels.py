@@ -1,6 +1,6 @@
 """The encodings as Triton kernels: one launch to encode a tensor, and one to decode it.
 
-Their memory is that of the torch operations (bits.py, floats.py), byte for byte. Import this only where
+Their memory is that of the torch operations (packing.py, floats.py), byte for byte. Import this only where
 Triton is installed.
 """
 
@@ -11,9 +11,10 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from echelon.memory.gist.dense import Layout, is_dense
 from echelon.memory.gist.floats import BLOCK, Parts
 from echelon.memory.gist.launch import Launch
+from echelon.memory.gist.packing import Layout
+from echelon.memory.storages import is_dense
 
 if TYPE_CHECKING:
     from echelon.memory.gist.functions import Window

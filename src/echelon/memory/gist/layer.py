@@ -8,6 +8,7 @@ integers, what is small, and what must not be rounded (statistics.py). Memory th
 encoded once.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -19,15 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from echelon.collectives.mesh import Mesh
 from echelon.memory.gist import backend, floats, sparse
-from echelon.memory.gist.dense import Layout, flatten, is_dense, overlap, shares_elements
-from echelon.memory.gist.functions import Window, max_pool2d, relu
-from echelon.memory.gist.marks import Memory
-from echelon.memory.gist.settings import Compression, is_encoded, is_off
+from echelon.memory.gist.compression import SMALLEST, Compression, Memory, is_encoded, is_off
+from echelon.memory.gist.functions import CompressedModule, Window, can_compress, max_pool2d, relu
+from echelon.memory.gist.packing import Layout, flatten, shares_elements
+from echelon.memory.storages import address_of, is_dense, overlap
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, current_hooks, is_recorded, replace
 from echelon.nn.autograd.second_run import once
-from echelon.nn.inputs import tensors_of
-from echelon.nn.wrapping import Wrapper
+from echelon.nn.batch import tensors_of
+from echelon.nn.layering import listed_layers
+from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
+from echelon.plan import Plan
 
 
 @final
@@ -79,7 +83,7 @@ class CompressedLayer(Wrapper):
         held: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                held.setdefault(int(tensor.untyped_storage()._cdata), []).append(tensor)
+                held.setdefault(address_of(tensor), []).append(tensor)
         return held
 
 
@@ -147,7 +151,7 @@ class Saver:
         base = tensor._base
         if shares_elements(tensor) or (base is not None and isinstance(base, nn.Parameter)):
             return None
-        address = int(tensor.untyped_storage()._cdata)
+        address = address_of(tensor)
         is_held = any(overlap(tensor, other) for other in self._held.get(address, ()))
         if is_held or self._is_exact(tensor, address):
             return None
@@ -254,3 +258,62 @@ class CompressedCalls(TorchFunctionMode):
     def _relu(self, func: Any, input: Tensor, inplace: bool = False) -> Tensor:
         self.seen = True
         return relu(input, self._compression, inplace=inplace or _RELUS[func])
+
+
+def compress_layers(
+    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping
+) -> "CompressionReport | None":
+    """If the plan says so, let the layers that the stages list encode what they save; a model that lists
+    none, as a whole. Returns who says, on rank 0, that there was nothing to encode."""
+    _unwrap_earlier(stages)
+    if mesh.plan.compress == "none":
+        return None
+    compression = Compression.of(mesh.plan.compress)
+    for stage in stages:
+        inside = list(stage.modules())
+        for module in filter(can_compress, inside):
+            wrapping.wrap(CompressedModule(module, compression))
+        listed = [layer for layer in listed_layers(stage) if layer in inside]
+        for layer in dict.fromkeys(listed or [stage]):
+            if not can_compress(layer):
+                wrapping.wrap(CompressedLayer(layer, compression))
+    return CompressionReport(compression, mesh.plan, mesh.device) if mesh.rank == 0 else None
+
+
+def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
+    """Take away what an engine that was not closed has put around the layers, or around other layers."""
+    for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
+        for kind in (CompressedLayer, CompressedModule):
+            previous: Wrapper | None = find_wrapper(module, kind)
+            if previous is not None:
+                unwrap(previous)
+
+
+@final
+class CompressionReport:
+    """Warns at the end of the first step if nothing was found to encode."""
+
+    def __init__(self, compression: Compression, plan: Plan, device: torch.device) -> None:
+        self._compression, self._plan, self._device = compression, plan, device
+        self._is_over = False
+
+    def after_step(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if not self._compression.found:
+            warnings.warn(
+                f"plan '{self._plan}': the layers of this rank save nothing that compress="
+                f"{self._plan.compress} encodes, so it saves no memory; compress=gist is for models with "
+                "ReLU and pooling, and compress=gist-fp16, gist-fp10 or gist-fp8 also for others"
+                f"{self._bound()}",
+                stacklevel=3,
+            )
+
+    def _bound(self) -> str:
+        if self._device.type != "cuda":
+            return ""
+        return (
+            f". Tensors below {SMALLEST['cuda'] >> 20} MiB stay as they are on a CUDA device: a microbatch "
+            "of more samples saves larger ones"
+        )

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.memory.recompute.budget_model import LayerCost
-from echelon.memory.recompute.checkpoints import ArgumentName, Checkpoints
+from echelon.memory.recompute.budget import LayerCost
+from echelon.memory.recompute.saved_inputs import ArgumentName, SavedInputs
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, observe
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 
 class LayerInput(NamedTuple):
-    """What a checkpoint of a layer's argument takes, and whether it is in the argument's own memory."""
+    """The bytes that a saved input takes, and whether they are the argument's own memory."""
 
     kept_bytes: int
     keeps_memory: bool
@@ -33,7 +33,7 @@ class LayerMeasurement:
     """One layer of one pass."""
 
     def __init__(
-        self, name: str, arguments: Any, checkpoints: Checkpoints, excluded: set[int], device: torch.device
+        self, name: str, arguments: Any, inputs: SavedInputs, excluded: set[int], device: torch.device
     ) -> None:
         """`excluded`: storages of weights and buffers, which are no activations, and of what is counted."""
         self._excluded, self._device = excluded, device
@@ -42,7 +42,7 @@ class LayerMeasurement:
             for storage in _storages([leaf]):
                 argument = ArgumentName(name, number)
                 self.inputs[storage] = LayerInput(
-                    checkpoints.kept_bytes(leaf, argument), checkpoints.keeps_memory(leaf, argument)
+                    inputs.kept_bytes(leaf, argument), inputs.keeps_memory(leaf, argument)
                 )
         self.saved: dict[int, int] = {}
         self.outputs: dict[int, int] = {}

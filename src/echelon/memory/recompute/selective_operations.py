@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from echelon.nn.dropout.fused import drop
+from echelon.nn.dropout.mask import drop
 
 # A saved tensor is computed again if that takes at most so many passes over it.
 MOST_PASSES = 20.0

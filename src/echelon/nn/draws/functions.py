@@ -1,33 +1,20 @@
-"""torch's functions that draw, made of uniform numbers. Each takes the arguments of its function, and returns
-NotImplemented where these draw nothing.
+"""torch's functions that draw, made of uniform numbers.
 
+Each takes the arguments of its function, and returns NotImplemented where these draw nothing.
 Numbers are made in float64 and rounded, so that they are the same in every precision but for that.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from echelon.nn.draws.sample_dim import Source
 from echelon.nn.dropout.modules import saturate, zero
-
-
-class Source(Protocol):
-    """The draws of one call of a function."""
-
-    def uniform(
-        self, shape: Sequence[int], device: torch.device, like: Tensor | None, *, shared: bool = False
-    ) -> Tensor:
-        """Of (0, 1), in float64. `like`: the tensor that they are for; `shared`: by all samples."""
-        ...
-
-    def by_generator(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """The function of each sample, with a generator of its own."""
-        ...
-
 
 Drawing = Callable[..., Any]  # (source, *arguments)
 Transform = Callable[..., Tensor]  # from uniform numbers
@@ -70,7 +57,7 @@ def _below(u: Tensor, p: Any) -> Tensor:
 def _values(
     source: Source, target: Tensor, like: Tensor | None, transform: Transform, *settings: Any
 ) -> Tensor:
-    """What a tensor is to hold. Below 1, where its type would round to it."""
+    """Draw the values of a tensor. Uniform ones stay below 1, where its type would round to it."""
     shape = (*target.shape, 2) if target.is_complex() else target.shape
     u = source.uniform(shape, target.device, like)
     if transform is _between:
@@ -103,7 +90,7 @@ def _like(transform: Transform) -> Drawing:
 
 
 def _in_place(transform: Transform, **defaults: Any) -> Drawing:
-    """A method that writes its tensor. Gradients end there, as with torch's own."""
+    """Make a method that writes its tensor. Gradients end there, as with torch's own."""
 
     def draw(source: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         settings = defaults | dict(zip(defaults, args, strict=False)) | kwargs
@@ -113,7 +100,7 @@ def _in_place(transform: Transform, **defaults: Any) -> Drawing:
 
 
 def _randint(source: Source, *args: Any, **options: Any) -> Tensor:
-    """(high, size) or (low, high, size)."""
+    """Draw for torch.randint: (high, size) or (low, high, size)."""
     numbers = [*args]
     size = options.pop("size", None) or numbers.pop()
     high = options.pop("high", None)
@@ -131,7 +118,7 @@ def _randint_like(source: Source, input: Tensor, *args: Any, **options: Any) -> 
 
 
 def _random_(source: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """(), (to) or (from, to)."""
+    """Draw for Tensor.random_: (), (to) or (from, to)."""
     bounds = [*args, *(kwargs[name] for name in ("from", "to") if kwargs.get(name) is not None)]
     if not bounds:
         is_real = self.is_floating_point()
@@ -142,7 +129,7 @@ def _random_(source: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _normals(source: Source, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
-    """torch.normal: of numbers and a size, or of tensors."""
+    """Draw for torch.normal: of numbers and a size, or of tensors."""
     if size is not None:
         result = torch.empty(size, **options)
         return _fill(result, _values(source, result, None, _normal, mean, std))
@@ -161,7 +148,7 @@ def _bernoulli(source: Source, input: Tensor, p: Any = None, *, out: Tensor | No
 def _multinomial(
     source: Source, input: Tensor, num_samples: int, replacement: bool = False, *, out: Tensor | None = None
 ) -> Tensor:
-    """Rows are distributions. Without replacement, the largest of p / Exp(1), as torch does it."""
+    """Draw classes; rows are distributions. Without replacement: the largest of p / Exp(1), as in torch."""
     weights = input.double()
     if replacement:
         u = source.uniform((*input.shape[:-1], num_samples), input.device, input)
@@ -176,19 +163,19 @@ def _multinomial(
 
 
 def _randperm(source: Source, n: int, **options: Any) -> Tensor:
-    """An order mixes what it orders: it is the same for all."""
+    """Draw an order, the same for all samples: it mixes what it orders."""
     result = torch.empty(n, **{"dtype": torch.int64} | options)
     return _fill(result, source.uniform((n,), result.device, None, shared=True).argsort())
 
 
 @torch.no_grad()
 def _mask(source: Source, shape: Sequence[int], input: Tensor, p: float) -> Tensor:
-    """True where an element is kept."""
+    """Draw a mask: True where an element is kept."""
     return _below(source.uniform(shape, input.device, input), 1 - p)
 
 
 def _masked(apply: Callable[..., Tensor], *, of_channels: bool = False, inplace: bool = False) -> Drawing:
-    """One of torch.dropout's family."""
+    """Make a function of torch.dropout's family."""
 
     def draw(source: Source, input: Tensor, p: float, train: bool) -> Any:
         if not train or p == 0:
@@ -225,7 +212,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """In plain operations: a kernel draws its masks inside."""
+    """Attend by plain operations: a kernel draws its masks inside."""
     if dropout_p == 0:
         return NotImplemented
     if enable_gqa:
@@ -242,7 +229,7 @@ def _attention(
 
 
 def _by_generator(function: Callable[..., Tensor]) -> Drawing:
-    """Of functions that reject what they have drawn: nobody knows how many numbers they need."""
+    """Draw for functions that reject some of their numbers: how many they need is not known before."""
     return lambda source, *args: source.by_generator(function, *args)
 
 
@@ -282,4 +269,41 @@ DRAWINGS: dict[Callable[..., Any], Drawing] = {
     torch._standard_gamma: _by_generator(torch._standard_gamma),
     torch._sample_dirichlet: _by_generator(torch._sample_dirichlet),
     F.scaled_dot_product_attention: _attention,
+}
+
+
+# Functions of torch.nn.functional that are written in Python, and draw inside. A mode sees the call of such a
+# function, and nothing inside of it: it is off while it handles a call. Here is the same code without the
+# question for modes, so that it can be run with the mode on.
+
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _without_question(function: Any) -> Callable[..., Any]:
+    names = function.__globals__ | dict.fromkeys(_QUESTIONS, lambda *_: False)
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_functional: Any = F  # also its private functions
+BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
+    function: _without_question(function)
+    for function in (
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.gumbel_softmax,
+        F.rrelu,
+        F.multi_head_attention_forward,
+        F.fractional_max_pool2d_with_indices,
+        F.fractional_max_pool3d_with_indices,
+    )
+} | {
+    F.fractional_max_pool2d: _without_question(_functional._fractional_max_pool2d),
+    F.fractional_max_pool3d: _without_question(_functional._fractional_max_pool3d),
 }

@@ -15,8 +15,6 @@ Import this only where Triton is installed.
 
 import struct
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from echelon.nn.dropout.mask import Draw, threshold
 from echelon.nn.hashing import ROUNDS, WEYL, signed
+from echelon.nn.triton_support import on_device_of
 
 _MOST_WORDS = 1024  # of a tile
 _MOST_PROGRAMS = 2**31 - 1  # a limit of CUDA for the first dim of a grid
@@ -37,14 +36,14 @@ _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in ROUNDS[:2])
 
 
 def fits(shape: Sequence[int], draw: Draw) -> bool:
-    """Whether CUDA starts so many programs, and 32 bits count the elements of a run."""
+    """Return True if CUDA starts so many programs, and 32 bits count the elements of a run."""
     runs = draw.runs(shape)
     _, num_tiles = _tiles(runs.length)
     return runs.length <= _MOST_ELEMENTS and shape[0] * runs.num_runs * num_tiles <= _MOST_PROGRAMS
 
 
 def _tiles(length: int) -> tuple[int, int]:
-    """The words of a tile, and the tiles of a run of `length` elements.
+    """Return the words of a tile, and the tiles of a run of `length` elements.
 
     A run that begins in the middle of a word has an odd length, and no more words for that. Triton's own
     functions for this take the host some tens of times as long.
@@ -55,14 +54,14 @@ def _tiles(length: int) -> tuple[int, int]:
 
 
 def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
-    """output = x · mask / (1 - p), both contiguous; they may be the same tensor."""
+    """Write x · mask / (1 - p) into `output`, both contiguous; they may be the same tensor."""
     runs = draw.runs(x.shape)
     words, num_tiles = _tiles(runs.length)
     grid = (len(x) * runs.num_runs * num_tiles,)
     first = draw.first_sample
     if isinstance(first, Tensor) and first.device != x.device:
         first = int(first)
-    with _on_device_of(x):
+    with on_device_of(x):
         _drop[grid](
             output,
             x,
@@ -83,7 +82,7 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
 
 @triton.jit
 def _mix(number):  # type: ignore[no-untyped-def]
-    """splitmix64, of unsigned numbers."""
+    """Hash unsigned numbers: splitmix64."""
     number ^= number >> _SHIFT_1
     number *= _FACTOR_1
     number ^= number >> _SHIFT_2
@@ -143,16 +142,10 @@ def _drop(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _unsigned(number):  # type: ignore[no-untyped-def]
-    """The same 64 bits; an argument may have come as 32 of them."""
+    """Return the same 64 bits; an argument may have come as 32 of them."""
     return number.to(tl.int64).to(tl.uint64)
 
 
 def _bits_of_double(number: float) -> int:
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return nullcontext()
-    return torch.cuda.device(x.device)

@@ -1,28 +1,34 @@
-"""Which elements dropout keeps: a pure function of seed, step, layer, sample and position.
+"""Which elements dropout keeps, a pure function of seed, step, layer, sample and position; and dropping them.
 
-Each hash (hashing.py) serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³².
-`kernel` computes the same bits in one pass on a CUDA device.
+Each hash (hashing.py) serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³². Where
+Triton is installed, `kernel` computes the same bits on a CUDA device in one pass, with nothing kept for the
+backward pass but what decides the mask:
+
+    forward     output = x · mask / (1 - p)
+    backward    gradient of x = gradient · mask / (1 - p), with the mask computed again
+
+Elsewhere a mask costs more to compute than to keep, and `modules` multiplies by it.
 """
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from echelon.nn.hashing import WEYL, hash_of, mix_, signed
-
-# Which elements of a sample are on this rank: runs of consecutive ones, all of one length.
+from echelon.nn.hashing import WEYL, mix_, signed
+from echelon.nn.triton_support import has_triton
 
 
 class Runs(NamedTuple):
-    """Run r begins, among the elements of the whole sample, at
+    """The elements of a sample on this rank: runs of consecutive ones, all of one length. Run r begins at
 
         ((indices[r // inner] · inner + r % inner) · ranks + rank) · length
 
-    where `indices` are those of dim 1 (0, 1, 2 … if all of it is here). Every begin is a multiple of the
-    length.
+    of the whole sample, where `indices` are those of dim 1 (0, 1, 2 … if all of it is here). Every begin is a
+    multiple of the length.
     """
 
     num_runs: int
@@ -33,12 +39,12 @@ class Runs(NamedTuple):
 
     @property
     def has_whole_words(self) -> bool:
-        """Whether no hash of two neighbouring elements decides for two runs."""
+        """True if no hash of two neighbouring elements decides for two runs."""
         return self.length % 2 == 0
 
 
 def runs_of(shape: Sequence[int], *, has_indices: bool, feature_part: tuple[int, int] | None) -> Runs:
-    """The runs of a sample, for elements of `shape` whose dim 0 counts samples.
+    """Return the runs of a sample, for elements of `shape` whose dim 0 counts samples.
 
     runs_of((8, 5, 6), has_indices=True, feature_part=None)         # 5 runs of 6 elements
     """
@@ -56,7 +62,7 @@ _CPU_TILE, _GPU_TILE = 1 << 16, 1 << 22
 
 
 class Draw(NamedTuple):
-    """What decides which elements are kept, beside the shape. Dim 0 of the shape counts samples.
+    """A mask without its shape, whose dim 0 counts samples.
 
     Element j of sample s is decided by hash(key, first_sample + s, j) and nothing else: a sample keeps the
     same elements however the batch is split.
@@ -73,33 +79,16 @@ class Draw(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What kept elements are multiplied by."""
+        """The factor of kept elements."""
         return 1.0 if self.p == 1 else 1 / (1 - self.p)
 
     def runs(self, shape: Sequence[int]) -> Runs:
-        """The part of a whole sample that a tensor of this shape has."""
+        """Return the part of a whole sample that a tensor of this shape has."""
         return runs_of(shape, has_indices=self.indices is not None, feature_part=self.feature_part)
 
 
-def keep_mask(
-    seed: int,
-    step: int,
-    layer: int,
-    first_sample: int | Tensor,
-    shape: Sequence[int],
-    p: float,
-    device: torch.device | str = "cpu",
-    use: int = 0,
-    indices: Tensor | None = None,
-    feature_part: tuple[int, int] | None = None,
-) -> Tensor:
-    """True where an element is kept, with probability 1 - p. `use` counts the uses of one layer."""
-    key = hash_of(seed, step, layer, use)
-    return mask_of(Draw(key, first_sample, p, indices, feature_part), shape, device)
-
-
 def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Tensor:
-    """True where an element is kept, with probability 1 - p."""
+    """Draw a mask: True where an element is kept, with probability 1 - p."""
     if draw.p == 0:
         return torch.ones(*shape, dtype=torch.bool, device=device)
     keys = sample_keys(draw.key, draw.first_sample, shape[0], device)
@@ -117,7 +106,7 @@ def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Ten
 
 
 def _tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Parts of whole rows, or of one row if it is long."""
+    """Yield parts of whole rows, or of one row if it is long."""
     tile = _CPU_TILE if device.type == "cpu" else _GPU_TILE
     width = max(1, min(columns, tile))
     height = tile // width
@@ -127,7 +116,7 @@ def _tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slic
 
 
 def _words(runs: Runs, indices: Tensor | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    """The numbers of the hashes that decide the elements of a sample, in order.
+    """Return the numbers of the hashes that decide the elements of a sample, in order.
 
     Where elements do not come in whole words, each has a hash of its own. Then the second result is the
     numbers of the elements.
@@ -143,7 +132,7 @@ def _words(runs: Runs, indices: Tensor | None, device: torch.device | str) -> tu
 
 
 def _begins(runs: Runs, indices: Tensor | None, device: torch.device | str) -> Tensor:
-    """Where each run begins in the whole sample."""
+    """Return where each run begins in the whole sample."""
     number = torch.arange(runs.num_runs, device=device)
     outer = number // max(1, runs.inner)
     outer = outer if indices is None else indices.to(device)[outer]
@@ -151,18 +140,70 @@ def _begins(runs: Runs, indices: Tensor | None, device: torch.device | str) -> T
 
 
 def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
-    """The half of each hash that belongs to its element, where each element has a hash of its own."""
+    """Take the half of each hash that belongs to its element, where each element has a hash of its own."""
     halves = kept.view(len(kept), -1, _PER_WORD)
     return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
 def sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
-    """One key for each sample, from the number `first` of the global batch on."""
+    """Return a key for each sample, from the number `first` of the global batch on."""
     numbers = torch.arange(samples, device=device).add_(first)
     return mix_(numbers.mul_(signed(WEYL)).add_(signed(key)))
 
 
 def threshold(p: float) -> int:
-    """A fraction 1 - p of all signed numbers of `_BITS` bits lies below it."""
+    """Return the number below which a fraction 1 - p of all signed numbers of `_BITS` bits lies."""
     half = 1 << (_BITS - 1)
     return min(round((1 - p) * 2 * half) - half, half - 1)
+
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Return True if a kernel drops elements of `x` in one pass."""
+    return x.is_cuda and x.dtype in _KERNEL_TYPES and has_triton()
+
+
+def drop(x: Tensor, draw: Draw, *, inplace: bool = False) -> Tensor:
+    """Compute x · mask / (1 - p), in the memory of `x` if `inplace`. Modes see one function of torch."""
+    if has_torch_function_unary(x):
+        overridden: Tensor = handle_torch_function(drop, (x,), x, draw, inplace=inplace)
+        return overridden
+    function: Any = _Drop.apply
+    dropped: Tensor = function(x, draw, inplace)
+    return dropped
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, draw: Draw, inplace: bool) -> Tensor:
+        ctx.draw = draw
+        ctx.set_materialize_grads(False)
+        if not inplace:
+            return dropped(x, draw)
+        ctx.mark_dirty(x)
+        return drop_into(x, x, draw)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if gradient is None else drop(gradient, ctx.draw), None, None
+
+
+def dropped(x: Tensor, draw: Draw) -> Tensor:
+    """Compute x · mask / (1 - p), without a gradient, in new memory with the strides of `x`."""
+    return drop_into(torch.empty_like(x), x, draw)
+
+
+def drop_into(output: Tensor, x: Tensor, draw: Draw) -> Tensor:
+    """Write `dropped` into the memory of `output`, which may be that of `x`."""
+    if x.numel() and has_kernel(x):
+        from echelon.nn.dropout import kernel  # imports Triton
+
+        if kernel.fits(x.shape, draw):
+            target = (
+                output if output.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            )
+            kernel.drop_into(target, x.contiguous(), draw)
+            return output if target is output else output.copy_(target)
+    return torch.mul(x, mask_of(draw, x.shape, x.device), out=output).mul_(draw.scale)

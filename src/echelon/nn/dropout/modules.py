@@ -1,8 +1,8 @@
 """torch's dropout modules, wrapped so that they draw from the open scope instead of torch's generator."""
 
-import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.errors import UserError
-from echelon.nn.autograd.tracing import untraced
-from echelon.nn.dropout import operators
-from echelon.nn.dropout.ahead import DrawsAhead
-from echelon.nn.dropout.fused import drop, has_kernel
-from echelon.nn.dropout.mask import Draw, mask_of
+from echelon.nn.dropout import compiled
+from echelon.nn.dropout.compiled import DROPOUTS, DrawsAhead
+from echelon.nn.dropout.mask import Draw, drop, has_kernel, mask_of
 from echelon.nn.dropout.noise import key_noise
-from echelon.nn.dropout.training_position import next_use
-from echelon.nn.hashing import hash_of
-from echelon.nn.huggingface import draws_by_function
+from echelon.nn.dropout.training_position import count_uses, current, next_use
+from echelon.nn.hashing import hash_of, hash_text
+from echelon.nn.huggingface.modules import draws_by_function
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap
 
 _ALPHA = 1.7580993408473766  # minus SELU's limit for large negative inputs: the value of a dropped element
 
+Shape = tuple[int, ...]
 GlobalIndices = Callable[[int], Tensor]  # from the size of dim 1 on this rank to its indices in the whole dim
 
 
@@ -66,8 +66,26 @@ def draw_masks_again(model: nn.Module) -> None:
         keyed.draws_again = True
 
 
+@contextmanager
+def draw_ahead(dropouts: Iterable["KeyedDropout"]) -> Iterator[None]:
+    """Draw for a call of compiled code with these dropouts inside. Outside every scope it does nothing."""
+    position = current()
+    dropping = [] if position is None else [each for each in dropouts if each.drops]
+    for each in dropping:
+        assert position is not None
+        each.ahead = DrawsAhead(position, each.layer, id(each))
+        DROPOUTS[id(each)] = each
+    try:
+        yield
+    finally:
+        for each in dropping:
+            assert each.ahead is not None
+            count_uses(each.layer, each.ahead.num_drawn)
+            each.ahead = None
+
+
 def drops_each_element(module: _DropoutNd) -> bool:
-    """Whether it drops single elements, not whole channels."""
+    """Return True if a module drops single elements, not whole channels."""
     kind = _KINDS.get(type(module).forward)
     return kind is not None and kind.mask_shape is _elements
 
@@ -76,19 +94,12 @@ def is_keyed(module: nn.Module) -> bool:
     return find_wrapper(module, KeyedDropout) is not None
 
 
-def keyed_layer(module: nn.Module) -> int:
-    """The number of a keyed module among the layers of its model: a hash of its name."""
-    keyed = find_wrapper(module, KeyedDropout)
-    assert keyed is not None
-    return keyed.layer
-
-
 def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
     return [module for module in model.modules() if isinstance(module, _DropoutNd) and is_keyed(module)]
 
 
 def unkeyed_dropout(model: nn.Module) -> list[str]:
-    """The names of modules in `model` whose dropout is not keyed by position in the sample.
+    """List the names of modules in `model` whose dropout is not keyed by position in the sample.
 
     torch's recurrent modules and attention drop inside their own code, and so does attention of
     transformers. A subclass, or a replaced `forward`, may do anything. Calls of F.dropout in other models
@@ -98,7 +109,7 @@ def unkeyed_dropout(model: nn.Module) -> list[str]:
 
 
 def recurrent_dropout(model: nn.Module) -> list[str]:
-    """The names of modules whose dropout nobody can make: that between the layers of recurrent modules."""
+    """List the names of recurrent modules with dropout between their layers, which only torch can draw."""
     return [name or "the model" for name, module in model.named_modules() if _drops_between_layers(module)]
 
 
@@ -129,8 +140,7 @@ class KeyedDropout(Wrapper):
         assert isinstance(module, _DropoutNd)
         super().__init__(module)
         self.dropout, self.name = module, name
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self.layer = int.from_bytes(digest, "little")
+        self.layer = hash_text(name)
         self.indices: GlobalIndices | None = None
         self.feature_part: tuple[int, int] | None = None  # of the last dim: (rank, ranks)
         self.ahead: DrawsAhead | None = None  # only while compiled code runs
@@ -149,7 +159,7 @@ class KeyedDropout(Wrapper):
         return self._drop_untraced(input) if torch.compiler.is_compiling() else self._drop(input)
 
     def _plain(self, input: Tensor) -> Tensor:
-        """As torch's module. torch.compile records no bound method that is made on the way."""
+        """Drop as torch's module. torch.compile records no bound method that is made on the way."""
         forward = type(self.dropout).forward
         plain: Tensor = forward(self.dropout, input) if self._next is None else self._next(input)
         return plain
@@ -159,7 +169,7 @@ class KeyedDropout(Wrapper):
         return self._drop(input)
 
     def _drop(self, input: Tensor) -> Tensor:
-        """By the next draw of the open scope; outside every scope as torch's module."""
+        """Drop by the next draw of the open scope; outside every scope as torch's module."""
         use_of_scope = next_use(self.layer)
         if use_of_scope is None:
             self._refuse_recomputation()
@@ -168,37 +178,37 @@ class KeyedDropout(Wrapper):
         dropout, kind = self.dropout, self.kind
         shape = kind.mask_shape(input)
         key = hash_of(position.seed, position.step, self.layer, use)
-        indices = (
-            self.indices(shape[1])
-            if self.indices is not None and _has_positions(shape, self.feature_part)
-            else None
-        )
+        indices = self.indices(shape[1]) if self.indices is not None and self._has_positions(shape) else None
         draw = Draw(key, position.first_sample, dropout.p, indices, self.feature_part)
         if kind is _ELEMENTS and (self.draws_again or has_kernel(input)):
             return drop(input, draw, inplace=dropout.inplace)
         return kind.apply(input, mask_of(draw, shape, input.device), dropout.p, dropout.inplace)
 
     def _drop_ahead(self, input: Tensor, ahead: DrawsAhead) -> Tensor:
-        """The same by operators, which torch.compile records."""
+        """Drop by operators, which torch.compile records."""
         dropout, kind = self.dropout, self.kind
         shape = kind.mask_shape(input)
         use, ahead.num_drawn = ahead.num_drawn, ahead.num_drawn + 1
         indices = None
-        if self.indices is not None and _has_positions(shape, self.feature_part):
-            indices = operators.global_indices(ahead.dropout, shape[1], input.device)
+        if self.indices is not None and self._has_positions(shape):
+            indices = compiled.global_indices(ahead.dropout, shape[1], input.device)
         draw = ahead.key, ahead.first_sample, use, dropout.p, indices, *(self.feature_part or (0, 1))
         if kind is _ELEMENTS and input.is_cuda and not dropout.inplace:
-            fused: Tensor = operators.keyed_dropout(input, *draw)
+            fused: Tensor = compiled.keyed_dropout(input, *draw)
             return fused
-        keep = operators.keep_mask(*draw, shape, input.device)
+        keep = compiled.keep_mask(*draw, shape, input.device)
         return kind.apply(input, keep, dropout.p, dropout.inplace)
+
+    def _has_positions(self, shape: Shape) -> bool:
+        """Return True if dim 1 of a mask is not the features, of which a part is here."""
+        return self.feature_part is None or len(shape) > 2
 
     @property
     def kind(self) -> "_Kind":
         return _KINDS[type(self.dropout).forward]
 
     def _refuse_recomputation(self) -> None:
-        """In a backward pass a second mask would differ from the first: gradients would be wrong."""
+        """Refuse a second mask in a backward pass: it would differ from the first, and gradients be wrong."""
         if torch._C._current_graph_task_id() != -1:
             raise UserError(
                 f"dropout in {self.name or 'the model'} runs again in the backward pass, where its position "
@@ -209,15 +219,13 @@ class KeyedDropout(Wrapper):
 
 # The shape of the mask.
 
-Shape = tuple[int, ...]
-
 
 def _elements(x: Tensor) -> Shape:
     return tuple(x.shape)
 
 
 def _channels(x: Tensor) -> Shape:
-    """One element for each channel of each sample: [samples, channels, 1 …]."""
+    """Return [samples, channels, 1 …]: one element for each channel of each sample."""
     return (*x.shape[:2], *[1] * (x.ndim - 2))
 
 
@@ -229,22 +237,17 @@ def _channels_3d(x: Tensor) -> Shape:
     return _channels(x[None]) if x.ndim == 4 else _channels(x)
 
 
-def _has_positions(shape: Shape, feature_part: tuple[int, int] | None) -> bool:
-    """Whether dim 1 is not the features, of which a part is here."""
-    return feature_part is None or len(shape) > 2
-
-
 # How the mask is applied.
 
 
 def zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """x · keep / (1 - p): autograd saves only the mask, one byte per element."""
+    """Compute x · keep / (1 - p). Autograd saves only the mask, one byte per element."""
     kept = x.mul_(keep) if inplace else x * keep
     return kept if p == 1 else kept.mul_(1 / (1 - p))
 
 
 def saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """Dropped elements take SELU's lowest value; then scaled and shifted to keep mean and variance."""
+    """Give dropped elements SELU's lowest value; then scale and shift all to keep mean and variance."""
     kept = x.mul_(keep) if inplace else x * keep
     if p == 1:
         return kept

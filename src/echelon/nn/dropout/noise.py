@@ -4,7 +4,6 @@ A module that draws has an attribute `noise`. `key_dropout` gives it the module'
 depend on seed, step, name, sample and position, and not on the plan.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import final
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.dropout.mask import sample_keys
-from echelon.nn.dropout.training_position import TrainingPosition, check_samples, next_use
-from echelon.nn.hashing import WEYL, hash_of, mix_, signed
+from echelon.nn.dropout.training_position import check_samples, next_use
+from echelon.nn.hashing import WEYL, hash_of, hash_text, mix_, signed
 from echelon.nn.wrapping import Wrapping
 
 _MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
@@ -28,13 +27,8 @@ class KeyedNoise:
     def __init__(self) -> None:
         self.name: str | None = None  # where it has one, numbers are drawn from the open scope
 
-    @property
-    def _layer(self) -> int:
-        digest = hashlib.blake2b((self.name or "").encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little")
-
     def normal(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
-        """N(0, 1), of the type and on the device of `like`.
+        """Draw from N(0, 1), in the type and on the device of `like`.
 
         `positions`: those of the whole sample that dim 1 has; None: all of them.
         """
@@ -42,49 +36,25 @@ class KeyedNoise:
         return self._draw(shape, like, positions).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2)).to(like.dtype)
 
     def uniform(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Uniform in (0, 1); see `normal`."""
+        """Draw uniform numbers of (0, 1); see `normal`."""
         below_one = 1 - torch.finfo(like.dtype).eps / 2  # to which float32 rounds what is nearer to 1
         return self._draw(shape, like, positions).to(like.dtype).clamp_max_(below_one)
 
     def _draw(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
-        """Multiples of 2⁻³², and half of that more; in float64. Not for compiled code."""
-        use_of_scope = None if self.name is None else next_use(self._layer)
-        if use_of_scope is None:
+        """Draw multiples of 2⁻³², and half of that more; in float64. Not for compiled code."""
+        layer = None if self.name is None else hash_text(self.name)
+        use_of_scope = None if layer is None else next_use(layer)
+        if layer is None or use_of_scope is None:
             self._refuse_recomputation()
             bits = torch.randint(2**32, tuple(shape), device=like.device)
             return bits.double().add_(0.5).mul_(2.0**-32)
         position, use = use_of_scope
-        return self._keyed(position, use, shape, like.device, positions)
-
-    def _keyed(
-        self,
-        position: TrainingPosition,
-        use: int,
-        shape: Sequence[int],
-        device: torch.device,
-        positions: Tensor | None,
-    ) -> Tensor:
         check_samples(f"noise of {self.name or 'the model'}", shape)
-        key = hash_of(position.seed, position.step, self._layer, use)
-        keys = sample_keys(key, position.first_sample, shape[0], device)
-        columns = math.prod(shape[2:])
-        drawn = torch.empty(shape[0], shape[1] * columns, dtype=torch.float64, device=device)
-        width = max(1, min(drawn.shape[1], _MOST_HASHES))
-        height = _MOST_HASHES // width
-        for left in range(0, drawn.shape[1], width):
-            counters = torch.arange(left, min(left + width, drawn.shape[1]), device=device)
-            if positions is not None:
-                here = positions.to(device)[counters.div(columns, rounding_mode="floor")]
-                counters = here.mul_(columns).add_(counters.remainder_(columns))
-            counters.mul_(signed(WEYL))
-            for top in range(0, shape[0], height):
-                hashes = mix_(keys[top : top + height, None] + counters)
-                high = (hashes >> 32).bitwise_and_(2**32 - 1)
-                drawn[top : top + height, left : left + width] = high.double().add_(0.5).mul_(2.0**-32)
-        return drawn.view(tuple(shape))
+        key = hash_of(position.seed, position.step, layer, use)
+        return _keyed(sample_keys(key, position.first_sample, shape[0], like.device), shape, positions)
 
     def _refuse_recomputation(self) -> None:
-        """In a backward pass a second draw would differ from the first: gradients would be wrong."""
+        """Refuse a second draw in a backward pass: it would differ from the first, and gradients be wrong."""
         if self.name is not None and torch._C._current_graph_task_id() != -1:
             raise UserError(
                 f"noise of {self.name or 'the model'} is drawn again in the backward pass, where its "
@@ -93,8 +63,27 @@ class KeyedNoise:
             )
 
 
+def _keyed(keys: Tensor, shape: Sequence[int], positions: Tensor | None) -> Tensor:
+    """Draw numbers of samples with these keys; `positions` are those of dim 1."""
+    columns = math.prod(shape[2:])
+    drawn = torch.empty(shape[0], shape[1] * columns, dtype=torch.float64, device=keys.device)
+    width = max(1, min(drawn.shape[1], _MOST_HASHES))
+    height = _MOST_HASHES // width
+    for left in range(0, drawn.shape[1], width):
+        counters = torch.arange(left, min(left + width, drawn.shape[1]), device=keys.device)
+        if positions is not None:
+            here = positions.to(keys.device)[counters.div(columns, rounding_mode="floor")]
+            counters = here.mul_(columns).add_(counters.remainder_(columns))
+        counters.mul_(signed(WEYL))
+        for top in range(0, shape[0], height):
+            hashes = mix_(keys[top : top + height, None] + counters)
+            high = (hashes >> 32).bitwise_and_(2**32 - 1)
+            drawn[top : top + height, left : left + width] = high.double().add_(0.5).mul_(2.0**-32)
+    return drawn.view(tuple(shape))
+
+
 def noises(model: nn.Module) -> dict[str, KeyedNoise]:
-    """The noise of every module of `model` that has one, by the module's name in it."""
+    """Return the noise of every module of `model` that has one, by the module's name in it."""
     found = {name: getattr(module, "noise", None) for name, module in model.named_modules()}
     return {name: noise for name, noise in found.items() if isinstance(noise, KeyedNoise)}
 

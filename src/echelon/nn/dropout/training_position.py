@@ -20,7 +20,7 @@ class Interception(Protocol):
     """Makes the numbers that functions of torch draw."""
 
     def intercepted(self) -> AbstractContextManager[None]:
-        """Around a pass inside of a scope."""
+        """Make the numbers of a pass inside of a scope."""
         ...
 
 
@@ -32,7 +32,7 @@ class TrainingPosition:
     step: int
     first_sample: int | Tensor  # where replicas count on the device, it stays there
     uses: Mapping[int, int] = field(default_factory=dict)  # how often each layer has drawn here
-    samples: int = 0  # of the pass, where somebody intercepts draws
+    samples: int = 0  # of the pass, where draws are intercepted
     draws: Interception | None = None  # around the pass
 
 
@@ -55,8 +55,11 @@ def scope(
     samples: int = 0,
     draws: Interception | None = None,
 ) -> Iterator[None]:
-    """Around one forward pass of the samples from `first_sample` of the global batch on: so many `samples`,
-    unless `counted_samples` says how many. `draws`: who makes the numbers that functions of torch draw."""
+    """Open a scope for one forward pass of the samples from `first_sample` of the global batch on.
+
+    These are so many `samples`, unless `counted_samples` says how many. `draws` makes the numbers that
+    functions of torch draw.
+    """
     counted = _SAMPLES.get()
     number = samples if counted is None else counted
     with restore(TrainingPosition(seed, step, first_sample, samples=number, draws=draws)):
@@ -65,7 +68,7 @@ def scope(
 
 @contextmanager
 def restore(position: TrainingPosition | None) -> Iterator[None]:
-    """Around a forward pass that is repeated or continued: masks are drawn as right after `current()`."""
+    """Repeat or continue a forward pass inside: masks are drawn as right after `current()`."""
     token = _SCOPE.set(None if position is None else _Scope(position, Counter(position.uses)))
     draws = None if position is None else position.draws
     try:
@@ -76,7 +79,7 @@ def restore(position: TrainingPosition | None) -> Iterator[None]:
 
 
 def current() -> TrainingPosition | None:
-    """The position of the open scope, with the number of draws so far; None outside every scope."""
+    """Return the position of the open scope, with the number of draws so far; None outside every scope."""
     opened = _SCOPE.get()
     if opened is None:
         return None
@@ -84,7 +87,7 @@ def current() -> TrainingPosition | None:
 
 
 def next_use(layer: int) -> tuple[TrainingPosition, int] | None:
-    """The position of the open scope, and how often `layer` has drawn there before; counts this draw."""
+    """Return the position of the open scope, and how often `layer` has drawn before; count this draw."""
     opened = _SCOPE.get()
     if opened is None:
         return None
@@ -101,7 +104,7 @@ def count_uses(layer: int, count: int) -> None:
 
 @contextmanager
 def counted_samples(number: int) -> Iterator[None]:
-    """Around a forward pass of so many samples: `check_samples` knows them."""
+    """Tell `check_samples` how many samples the forward pass inside has."""
     token = _SAMPLES.set(number)
     try:
         yield

@@ -5,19 +5,9 @@ are computed of over the global batch.
 """
 
 from echelon.nn.experts.compute import grouped_experts, routed_experts
-from echelon.nn.experts.gates.choice import Choice, finish
-from echelon.nn.experts.gates.expert_choice_gate import ExpertChoiceGate
-from echelon.nn.experts.gates.gate import Gate
-from echelon.nn.experts.gates.gshard_gate import GShardGate
-from echelon.nn.experts.gates.hierarchical_gate import HierarchicalGate
-from echelon.nn.experts.gates.noisy_gate import NoisyTopKGate
-from echelon.nn.experts.gates.routing import Routing
-from echelon.nn.experts.gates.sigmoid_gate import SigmoidGate
-from echelon.nn.experts.gates.softmax_gate import SoftmaxGate
-from echelon.nn.experts.gates.switch_gate import SwitchGate
-from echelon.nn.experts.layer import MixtureOfExperts
-from echelon.nn.experts.module import Experts
-from echelon.nn.experts.positions import Positions
+from echelon.nn.experts.gate import Gate, Positions, Routing
+from echelon.nn.experts.layer import Experts, MixtureOfExperts
+from echelon.nn.experts.noisy_gates import HierarchicalGate, NoisyTopKGate
 from echelon.nn.experts.recording import (
     Recorder,
     after_step,
@@ -27,6 +17,9 @@ from echelon.nn.experts.recording import (
     record,
     recording,
 )
+from echelon.nn.experts.routing import Choice, finish
+from echelon.nn.experts.sigmoid_gate import SigmoidGate
+from echelon.nn.experts.softmax_gates import ExpertChoiceGate, GShardGate, SoftmaxGate, SwitchGate
 
 __all__ = [
     "Choice",

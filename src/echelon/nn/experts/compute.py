@@ -3,6 +3,10 @@
     x ── gather ── · first ──┬── activation · weight ── · down ── sum of slots ── output
                              └ kept, with x and the order of slots
 
+    swiglu    hidden = weight · silu(gate) · up,   of rows [gate, up]
+    gelu      hidden = weight · gelu(row)
+    none      hidden = weight · row
+
 The gather and the activation run again in the backward pass. A row's weight is multiplied into the hidden
 values and not into the output: so the output of single slots is needed for no gradient.
 
@@ -10,24 +14,34 @@ A backward pass that asks for gradients of rows only, or of matrices only, compu
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from echelon.nn.autograd.tracing import untraced
-from echelon.nn.experts.activation import Function, activate, activation_gradients
-from echelon.nn.experts.grouped import multiply, outer
-from echelon.nn.experts.sorting import Slots, ends_of, gather_rows, sort_slots, sort_weights, sum_slots
+from echelon.nn.experts.rows import (
+    Slots,
+    ends_of,
+    gather_rows,
+    kernels_for,
+    multiply,
+    outer,
+    sort_slots,
+    sort_weights,
+    sum_slots,
+)
+from echelon.nn.tracing import untraced
 
+Function = Literal["swiglu", "gelu", "none"]
 Activation = Function | Callable[[Tensor], Tensor]
 
 
 def routed_experts(
     x: Tensor, indices: Tensor, weights: Tensor, first: Tensor, down: Tensor, activation: Activation
 ) -> Tensor:
-    """The weighted sum over the experts of each token of x [tokens, width]; see `grouped_experts`.
+    """Return the weighted sum over the experts of each token of x [tokens, width]; see `grouped_experts`.
 
     `indices`, `weights` [tokens, k]; an index equal to the number of experts is a dropped slot.
     """
@@ -43,7 +57,7 @@ def grouped_experts(
     activation: Activation,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Rows [rows, width], sorted by expert, each computed by its own: activation(row · firstᵀ) · downᵀ.
+    """Compute rows [rows, width], sorted by expert, each by its own: activation(row · firstᵀ) · downᵀ.
 
     `counts` [experts]: the rows of each expert, on the device; rows behind them give 0. `first` [experts, n,
     width], `down` [experts, width, hidden]. `activation`: "swiglu" and "gelu" are fast; any function is
@@ -84,7 +98,7 @@ _route_untraced, _compute_untraced = untraced(_route), untraced(_compute)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast would cast the inputs of a product."""
+    """Cast tensors as autocast would cast the inputs of a product."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -170,15 +184,77 @@ def _saved(ctx: Any) -> tuple[Slots | None, Tensor, tuple[Any, ...]]:
 
 
 def _is_asked_for(ctx: Any, place: int) -> bool:
-    """Whether this backward pass wants the gradient of the argument in this place, before which all are
-    tensors.
+    """Return True if this backward pass wants the gradient of the argument in this place.
 
     A pass that is split walks to the inputs first, and to the weights later.
     """
     if not ctx.needs_input_grad[place]:
         return False
+    # Autograd lists nodes for tensors alone: all arguments before this one must be tensors.
     node = ctx.next_functions[place][0]
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # of a gradient that is given to the caller of the pass
         return True
+
+
+# Between the two matrices of an expert: the activation times the weight of a row, and its backward pass.
+
+_aten = torch.ops.aten
+
+
+class Gradients(NamedTuple):
+    """Gradients of rows and their weights, where there are any; and `hidden`, where it was asked for."""
+
+    rows: Tensor
+    weights: Tensor | None
+    hidden: Tensor | None
+
+
+def activate(rows: Tensor, weights: Tensor | None, function: Function) -> Tensor:
+    """Compute `hidden` of rows. Without a gradient."""
+    kernels = kernels_for(rows)
+    if kernels is not None:
+        return kernels.activate(rows, weights, function)  # type: ignore[no-any-return]
+    hidden = _plain(rows, function)
+    if weights is None:
+        return hidden
+    return hidden.mul_(weights[:, None]) if hidden is not rows else hidden * weights[:, None].to(rows.dtype)
+
+
+def activation_gradients(
+    gradient: Tensor, rows: Tensor, weights: Tensor | None, function: Function, *, with_hidden: bool
+) -> Gradients:
+    """Compute the gradients of rows and weights from `gradient`, that of `hidden`."""
+    kernels = kernels_for(rows)
+    if kernels is not None:
+        return Gradients(*kernels.activation_gradients(gradient, rows, weights, function, with_hidden))
+    hidden = _plain(rows, function)
+    if weights is None:
+        return Gradients(_backward(gradient, rows, function), None, hidden if with_hidden else None)
+    for_weights = (gradient * hidden).sum(1).to(weights.dtype)
+    scale = weights[:, None].to(rows.dtype)
+    for_rows = _backward(gradient * scale, rows, function)
+    return Gradients(for_rows, for_weights, hidden * scale if with_hidden else None)
+
+
+def _plain(rows: Tensor, function: Function) -> Tensor:
+    if function == "none":
+        return rows
+    if function == "gelu":
+        return F.gelu(rows)
+    gate, up = rows.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _backward(gradient: Tensor, rows: Tensor, function: Function) -> Tensor:
+    if function == "none":
+        return gradient
+    if function == "gelu":
+        for_rows: Tensor = _aten.gelu_backward(gradient, rows)
+        return for_rows
+    both = torch.empty_like(rows)
+    (gate, up), (for_gate, for_up) = rows.chunk(2, dim=-1), both.chunk(2, dim=-1)
+    for_gate.copy_(_aten.silu_backward(gradient * up, gate))
+    torch.mul(gradient, F.silu(gate), out=for_up)
+    return both

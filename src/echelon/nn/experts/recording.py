@@ -25,21 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from echelon.nn.autograd.second_run import once
-from echelon.nn.experts.gates.gate import Gate
+from echelon.nn.experts.gate import Gate
 
 
 class Recorder(Protocol):
     """Adds up the statistics of gates over microbatches and ranks."""
 
     def add(self, gate: Gate, statistics: Tensor) -> None:
-        """A microbatch has passed the gate; not again where it is run a second time."""
+        """Add the statistics of a microbatch; called once, also where its forward runs a second time."""
 
     def attach(self, gate: Gate) -> None:
-        """The forward pass has a trace from the gate's weights to its statistics."""
+        """Note that the forward pass has a trace from the gate's weights to its statistics."""
 
     def gradient(self, gate: Gate, statistics: Tensor | None) -> Tensor:
-        """Of the gate's auxiliary loss, with respect to its statistics; in the backward pass. `statistics`:
-        those of the pass that asks, the first time."""
+        """Return the gradient of the gate's auxiliary loss with respect to its statistics; in the backward
+        pass. `statistics`: those of the pass that asks, the first time."""
 
 
 _Gradient = Callable[[Tensor | None], Tensor]
@@ -49,13 +49,13 @@ _TRACES: ContextVar[bool] = ContextVar("echelon.nn.experts.traces", default=True
 
 
 def current_recorder() -> Recorder | None:
-    """That of the forward pass that runs, for whoever runs it again in another thread."""
+    """Return the recorder of the forward pass that runs, for code that runs it again in another thread."""
     return _RECORDER.get()
 
 
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
-    """Around a forward pass whose statistics `recorder` adds up."""
+    """Let `recorder` add up the statistics of the forward pass inside."""
     token, traces = _RECORDER.set(recorder), _TRACES.set(torch.is_grad_enabled())
     try:
         yield
@@ -65,7 +65,7 @@ def recording(recorder: Recorder | None) -> Iterator[None]:
 
 
 def record(gate: Gate, weights: Tensor, statistics: Tensor) -> Tensor:
-    """`weights`, whose backward pass brings the gradient of the auxiliary loss to `statistics`."""
+    """Return `weights`, whose backward pass brings the gradient of the auxiliary loss to `statistics`."""
     if not gate.training:
         return weights
     recorder = _RECORDER.get()
@@ -96,7 +96,7 @@ def _keep(gate: Gate, statistics: Tensor) -> None:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, statistics: Tensor, gradient: "_Gradient") -> Tensor:
+    def forward(ctx: Any, weights: Tensor, statistics: Tensor, gradient: _Gradient) -> Tensor:
         ctx.gradient, ctx.dtype, ctx.statistics = gradient, statistics.dtype, statistics.detach()
         return weights.view_as(weights)
 
@@ -107,12 +107,12 @@ class _Attach(torch.autograd.Function):
 
 
 def gates_of(model: nn.Module) -> list[Gate]:
-    """The gates of a model, in the order in which it lists its modules."""
+    """Return the gates of a model, in the order in which it lists its modules."""
     return [module for module in model.modules() if isinstance(module, Gate)]
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor | float:
-    """The auxiliary losses of all forward passes since the last call, for a training loop of your own:
+    """Return the auxiliary losses of all forward passes since the last call, for a training loop of your own:
 
     loss = cross_entropy(model(inputs), targets) + auxiliary_loss(model)
     """
@@ -125,8 +125,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor | float:
 
 
 def after_step(model: nn.Module) -> None:
-    """Gates that balance themselves do so, by all forward passes since the last call; after an update, in a
-    training loop of your own."""
+    """Let gates that balance themselves do so, by all forward passes since the last call; after an update, in
+    a training loop of your own."""
     for gate in gates_of(model):
         seen, gate.seen = gate.seen, None
         if seen is not None:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from echelon.errors import UserError, raise_errors
-from echelon.nn.inputs import Inputs
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.batch import Inputs
+from echelon.nn.losses import IGNORED_TARGET
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 _TOKENS = "input_ids"

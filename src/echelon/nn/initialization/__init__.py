@@ -1,6 +1,11 @@
 """Deferred start: a model is built without memory, and each rank fills only what it holds."""
 
-from echelon.nn.initialization.initial_values import InitialValues, deferred, is_deferred, named_tensors
-from echelon.nn.initialization.source import WeightSource
+from echelon.nn.initialization.initial_values import (
+    InitialValues,
+    WeightSource,
+    deferred,
+    is_deferred,
+    named_tensors,
+)
 
 __all__ = ["InitialValues", "WeightSource", "deferred", "is_deferred", "named_tensors"]

@@ -13,19 +13,23 @@ argument is a window of a storage.
 """
 
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from echelon.errors import UserError
-from echelon.nn.inputs import tensors_of
+from echelon.nn.batch import tensors_of
 
 Seed = Callable[[int], int]  # of a noted operation that draws at random, by its number
 _META = torch.device("meta")
@@ -272,3 +276,51 @@ def _storage(tensor: Tensor) -> int:
 
 def _cuda(device: torch.device) -> Iterable[torch.device]:
     return [device] if device.type == "cuda" else []
+
+
+# Building on the meta device so that a tape sees all of it, also what torch leaves out there.
+
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+@contextmanager
+def recording(tape: Tape) -> Iterator[None]:
+    """Inside, tensors are made on the meta device, and `tape` takes note of what they would hold."""
+    with torch.device("meta"), _NothingLeftOut(), _truncated_draws(tape), tape:
+        yield
+
+
+class _NothingLeftOut(TorchFunctionMode):
+    """Where torch would lose values because a tensor is on the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == init.__name__:
+            return False  # torch.nn.init gives a tensor of the meta device no values at all
+        has_numbers = bool(args) and not isinstance(args[0], Tensor)
+        if func not in _MADE_OF_NUMBERS or not has_numbers or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        made: Tensor = func(*args, **{**kwargs, "device": "cpu"})  # keeps the numbers
+        # With torch.tensor([]) transformers asks for the device; on "meta" it leaves initial values out.
+        return made.to("meta") if made.numel() else made
+
+
+@contextmanager
+def _truncated_draws(tape: Tape) -> Iterator[None]:
+    """torch draws a truncated normal distribution again and again until it likes what it sees: one draw."""
+    draw: Any = init._no_grad_trunc_normal_
+
+    def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not on_meta(tensor):
+            return tensor if tape.keeps(tensor) else draw(tensor, *args, **kwargs)
+        tape.note_draw(draw, tensor, *args, **kwargs)
+        return tensor
+
+    init._no_grad_trunc_normal_ = note
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = draw

@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from echelon.collectives import Group
 from echelon.errors import raise_errors
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.context.parts import check_inputs, put_together, take
 
 

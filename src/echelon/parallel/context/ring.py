@@ -26,7 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group, Handle
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.context.blocks import Gradients, QueryState, add_gradients, attend, merge, wide
 from echelon.parallel.context.parts import block_of, check_inputs
 

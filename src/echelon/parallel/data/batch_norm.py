@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from echelon.collectives import Group
 from echelon.errors import UserError
 from echelon.nn.autograd.second_run import once
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.plan import Plan
 

@@ -11,6 +11,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.fingerprint import device_fingerprint
 from echelon.parallel.data.reducer import set_anywhere
 
@@ -65,10 +66,7 @@ class Buffers:
         for row, (name, buffer) in zip(local, buffers.items(), strict=False):
             if buffer.nbytes <= SMALL or self._may_have_changed(name, buffer):
                 row.copy_(device_fingerprint(buffer))
-        gathered = local.new_empty(self._group.size, *local.shape)
-        with self._group.ledger.about("checks"):
-            self._group.all_gather(gathered, local)
-        rows = [row for row in gathered.tolist() if row[-1][0]]
+        rows = [row for row in gather_rows(local, self._group, "checks").tolist() if row[-1][0]]
         return [
             name for number, name in enumerate(buffers) if any(r[number] != rows[0][number] for r in rows)
         ]

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.nn.autograd.products import product
+from echelon.nn.autograd.in_place import product
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, is_wrapped, replaced_forward, unwrap
 from echelon.parallel.data.buckets import gradient_dtype
 

@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group, Handle
 from echelon.nn.autograd.second_run import once
-from echelon.nn.autograd.tracing import untraced
 from echelon.nn.experts import Experts
-from echelon.nn.experts.overlap import run_beside
-from echelon.nn.experts.sorting import Slots, gather_rows, sort_slots, sort_weights, sum_slots
+from echelon.nn.experts.layer import run_beside
+from echelon.nn.experts.rows import Slots, gather_rows, sort_slots, sort_weights, sum_slots
+from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapper, find_wrapper
 
 # Rows on their way between ranks, and in the backward pass their gradients on the way back.

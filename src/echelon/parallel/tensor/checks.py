@@ -9,8 +9,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from echelon.nn.dropout import drops_each_element
-from echelon.nn.huggingface import embedding_scale, is_plain_matrix, is_transposed
+from echelon.nn.dropout.modules import drops_each_element
+from echelon.nn.huggingface.modules import embedding_scale, is_plain_matrix, is_transposed
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import find_wrapper, replaced_forward
 from echelon.parallel.tensor.modules import SplitModule, is_matrix, is_norm, num_outputs

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from echelon.collectives import Group, Reduction
 from echelon.errors import UserError
-from echelon.nn.entropy import VocabularyPart, summed_cross_entropy
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET, VocabularyPart, summed_cross_entropy
 from echelon.parallel.tensor.modules import is_masked
 
 _SUBJECT = "loss"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.nn.huggingface import embedding_scale, is_transposed, rms_epsilon
+from echelon.nn.huggingface.modules import embedding_scale, is_transposed, rms_epsilon
 from echelon.nn.wrapping import Wrapper, find_wrapper
 from echelon.parallel.tensor.moves import check_tokens, checked_tokens, gathered
 from echelon.parallel.tensor.regions import Matrix, Region, can_share

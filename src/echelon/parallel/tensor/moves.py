@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.collectives import Group, Handle
 from echelon.errors import UserError
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 
 _SUBJECT = "tensor parallelism"
 

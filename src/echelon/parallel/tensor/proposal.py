@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from echelon.nn.huggingface import is_transposed
+from echelon.nn.huggingface.modules import is_transposed
 from echelon.parallel.tensor.modules import is_matrix
 
 _FEED_FORWARDS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.nn.autograd.products import product
+from echelon.nn.autograd.in_place import product
 from echelon.nn.autograd.saved_tensors import is_recorded
 from echelon.nn.autograd.second_run import once
-from echelon.nn.autograd.tracing import untraced
+from echelon.nn.tracing import untraced
 from echelon.parallel.tensor.entries import Entries, LastEntry, RecordedGroup, Way, run_in_graph
 from echelon.parallel.tensor.moves import GroupMoves, gathered, start_sum, start_sum_of_part
 

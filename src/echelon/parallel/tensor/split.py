@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.errors import UserError, raise_errors
-from echelon.nn.dropout import split_features
+from echelon.nn.dropout.modules import split_features
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.tensor.checks import find_errors
 from echelon.parallel.tensor.modules import (

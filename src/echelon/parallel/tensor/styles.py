@@ -41,7 +41,8 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError, did_you_mean
 from echelon.nn.experts import Experts, Gate
-from echelon.nn.huggingface import CONFIG_LINES, TENSOR_TABLES, is_transposed
+from echelon.nn.huggingface.modules import is_transposed
+from echelon.nn.huggingface.tensor_tables import CONFIG_LINES, TENSOR_TABLES
 from echelon.nn.wrapping import Wrapping
 
 # Integers that modules compute with, like their number of heads: where a pattern finds them, and how a rank

@@ -16,8 +16,8 @@ from typing import Any, Protocol, final
 
 import torch.distributed as dist
 
+from echelon.collectives.agreement import decide_on_rank_0
 from echelon.errors import DamagedError, UserError
-from echelon.launching.group import decide_on_rank_0
 from echelon.state.checkpoint.manifest import MANIFEST
 from echelon.state.checkpoint.saved import SavedState, open_whole
 from echelon.state.checkpoint.storage import storage_at

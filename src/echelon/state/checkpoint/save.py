@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import agree_on_every_rank, check_on_every_rank
 from echelon.errors import UserError
 from echelon.launching import beat
-from echelon.launching.group import agree_on_every_rank, check_on_every_rank
 from echelon.state.checkpoint.assignment import Assignment, assign, joined, signature
 from echelon.state.checkpoint.atomic import new_token
 from echelon.state.checkpoint.file_image import FileImage

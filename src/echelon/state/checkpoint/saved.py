@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.collectives.agreement import check_on_every_rank, decide_on_rank_0
 from echelon.errors import DamagedError, UserError
-from echelon.launching.group import check_on_every_rank, decide_on_rank_0
 from echelon.state.checkpoint.file_checks import (
     check_hash,
     check_size,

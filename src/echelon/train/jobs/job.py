@@ -22,7 +22,7 @@ from echelon.models import (
 from echelon.plan import Plan
 from echelon.train.jobs.job_rules import job_errors
 from echelon.update.nonfinite import Nonfinite, why_unskippable
-from echelon.update.optim.schedules import Schedule, by_name
+from echelon.update.optim.learning_rate import Schedule, by_name
 
 LANGUAGE_PRESET, TEXT_SOURCE = "gpt-tiny", "stdlib"
 IMAGE_PRESET, IMAGE_SOURCE = "alexnet-tiny", "synthetic"

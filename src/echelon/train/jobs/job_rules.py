@@ -16,7 +16,7 @@ from echelon.engine.auto import ranks_here
 from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError, did_you_mean
 from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
-from echelon.nn.dropout import key_dropout
+from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import AUTO, Plan
@@ -26,7 +26,7 @@ from echelon.train.jobs.rank_fit import rank_error, ranks_on_this_host
 from echelon.train.runs.findings import Findings
 from echelon.train.runs.run_folder import place_error
 from echelon.train.tasks import DATA_CHECKS, MODEL_CHECKS, TASKS
-from echelon.update.optim.schedules import schedule_errors
+from echelon.update.optim.learning_rate import schedule_errors
 from echelon.update.precision.loss_scaling import loss_scale_errors
 
 if TYPE_CHECKING:

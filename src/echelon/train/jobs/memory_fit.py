@@ -20,7 +20,7 @@ from echelon.models import (
     preset,
     presets,
 )
-from echelon.nn.dtypes import DTYPES
+from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.quantities import show_bytes
 

@@ -19,7 +19,7 @@ from echelon.parallel.data import Storages
 from echelon.parallel.data.buckets import Bucket, fill_buckets, gradient_dtype, weight_dtype
 from echelon.state.checkpoint import SavedParameter, SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_state, whole_slice
-from echelon.update.async_training.messages import (
+from echelon.update.async_training.port import (
     Kind,
     Message,
     channel,

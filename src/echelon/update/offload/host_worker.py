@@ -5,13 +5,20 @@ run, and whoever waits for one, then or later, gets the error.
 """
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence, Set
 from queue import SimpleQueue
-from typing import final
+from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 
+from echelon.collectives import HostBoundary
 from echelon.errors import UserError
+from echelon.update.optim.needs import inner_optimizers
+from echelon.update.optim.sum_optimizer import SumOptimizer
+from echelon.update.precision.optimizer_call import make_momentum, may_fuse, restricted
+from echelon.update.precision.stepper import takes_units
 
 
 @final
@@ -129,3 +136,140 @@ class HostWorker:
             finally:
                 ticket.done.set()
             del entry, job, ticket  # hold no memory while there is nothing to do
+
+
+@final
+class HostRing:
+    """One thread takes pieces, another gives them back."""
+
+    def __init__(self, boundary: HostBoundary, num_bytes: int) -> None:
+        self._memory = boundary.empty(num_bytes, torch.uint8)
+        self._taken: deque[tuple[int, int]] = deque()  # (begin, end) of each piece, the oldest first
+        self._changed = threading.Condition()
+        self._is_abandoned = False
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A piece of memory; waits until there is room for it."""
+        assert num_bytes <= len(self._memory), (num_bytes, len(self._memory))
+        with self._changed:
+            while (begin := self._find(num_bytes)) is None and not self._is_abandoned:
+                self._changed.wait()
+            begin = begin or 0
+            self._taken.append((begin, begin + num_bytes))
+        return self._memory[begin : begin + num_bytes]
+
+    def give_back(self) -> None:
+        """The oldest piece is free."""
+        with self._changed:
+            self._taken.popleft()
+            self._changed.notify()
+
+    def abandon(self) -> None:
+        """Nobody gives back or reads a piece any more: nobody need wait for one."""
+        with self._changed:
+            self._is_abandoned = True
+            self._changed.notify()
+
+    def storages(self) -> list[Tensor]:
+        return [self._memory]
+
+    def _find(self, size: int) -> int | None:
+        if not self._taken:
+            return 0
+        oldest, newest = self._taken[0][0], self._taken[-1][1]
+        if newest > oldest:  # what is in use is in one piece: behind it, or before it
+            if newest + size <= len(self._memory):
+                return newest
+            return 0 if size < oldest else None
+        return newest if newest + size < oldest else None
+
+
+_STEP_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+
+
+@final
+class HostCall:
+    """One update of some parameters on the host, with the options of now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._optimizer = _snapshot(optimizer, set(parameters))
+
+    def __call__(self, factor: float) -> None:
+        """All parameters have gradients, which are scaled by the factor, and may be changed."""
+        for each in inner_optimizers(self._optimizer):
+            _update(each, factor)
+
+
+@final
+class DirectCall:
+    """The same with the optimizer itself, for one that must not be copied: in the thread of the step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+
+    def __call__(self, factor: float) -> None:
+        _scale([p.grad for p in self._parameters if p.grad is not None], factor)
+        with restricted(self._optimizer, self._parameters):
+            self._optimizer.step()
+
+
+def runs_beside(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another thread may update: the optimizer is a known one, nobody watches its steps, and ranks
+    do not talk in them."""
+    return takes_units(optimizer) and not talks(optimizer)
+
+
+def talks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ranks add up sums in its steps."""
+    sums = [each for each in inner_optimizers(optimizer) if isinstance(each, SumOptimizer)]
+    return any(work.exchange.rounds for each in sums for work in each._work)
+
+
+def _snapshot(optimizer: torch.optim.Optimizer, chosen: Set[nn.Parameter]) -> torch.optim.Optimizer:
+    """Another optimizer of this kind over the chosen parameters, which shares the state of this one."""
+    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    for name in _STEP_HOOKS & vars(optimizer).keys():  # those added later are for the next update
+        setattr(copy, name, vars(optimizer)[name].copy())
+    vars(copy).pop("step", None)  # that of a learning-rate scheduler, which calls the original
+    copy.param_groups = [_options(group, chosen) for group in optimizer.param_groups]
+    if hasattr(optimizer, "optimizers"):
+        copy.optimizers = [_snapshot(each, chosen) for each in inner_optimizers(optimizer)]  # type: ignore[attr-defined]
+    return copy
+
+
+def _options(group: dict[str, Any], chosen: Set[nn.Parameter]) -> dict[str, Any]:
+    options = {key: _copied(value) for key, value in group.items()}
+    options["params"] = [parameter for parameter in group["params"] if parameter in chosen]
+    return options
+
+
+def _copied(value: Any) -> Any:
+    """A learning rate may be a tensor, on a device even."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _update(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not may_fuse(optimizer) or not gradients:
+        _scale(gradients, factor)
+        optimizer.step()
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    make_momentum(optimizer, parameters)
+    # The kernel reads a float32 scale, which is too coarse for float64 gradients.
+    if factor != 1.0 and all(gradient.dtype == torch.float32 for gradient in gradients):
+        optimizer.grad_scale = torch.full((), 1.0 / factor)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    else:
+        _scale(gradients, factor)
+    optimizer.step()
+
+
+def _scale(gradients: list[Tensor], factor: float) -> None:
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)

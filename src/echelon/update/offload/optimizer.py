@@ -24,50 +24,15 @@ from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.errors import UserError
 from echelon.state.checkpoint import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter
-from echelon.update.offload.host_optimizer import DirectCall, HostCall, runs_beside
-from echelon.update.offload.host_ring import HostRing
+from echelon.update.numbers import Flag, HostCopy, Number
 from echelon.update.offload.host_twins import HostTwins, Twin
-from echelon.update.offload.host_worker import HostWorker
-from echelon.update.offload.kept_weights import KeptWeights
-from echelon.update.offload.weight_return import WeightReturn
-from echelon.update.optim.first_state import FirstStates
-from echelon.update.optim.local import Make, make_local
+from echelon.update.offload.host_worker import DirectCall, HostCall, HostRing, HostWorker, runs_beside
+from echelon.update.offload.weight_return import KeptWeights, WeightReturn
+from echelon.update.optim.local import FirstStates, Make, make_local
+from echelon.update.optim.optimizer_state import load_state
 from echelon.update.precision.flat_memory import dense_strides
-from echelon.update.precision.optimizer_call import Factor, Skip, may_fuse
-from echelon.update.precision.saved_state import load_state
+from echelon.update.precision.optimizer_call import may_fuse
 from echelon.update.precision.stepper import LocalStepper, by_parameter, state_tensors
-
-# The factor of an update's gradients, and whether the update is skipped, read by the thread that updates.
-
-
-@final
-class HostNumbers:
-    """Factor and skip flag of one update."""
-
-    def __init__(self, factor: Factor, skip: Skip) -> None:
-        self._copied: torch.cuda.Event | None = None
-        on_device = next((each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda), None)
-        if on_device is None:
-            self._values = torch.tensor([float(factor), float(skip)], dtype=torch.float64)
-            return
-        rows = [
-            each.detach().double().reshape(())
-            if isinstance(each, Tensor)
-            else on_device.new_full((), each, dtype=torch.float64)
-            for each in (factor, skip)
-        ]
-        self._values = torch.empty(2, dtype=torch.float64, pin_memory=True)
-        self._values.copy_(torch.stack(rows), non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    def read(self) -> tuple[float, bool]:
-        """Waits for the device. Any thread may call this."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        factor, skip = self._values.tolist()
-        return factor, bool(skip)
-
 
 _IN_FLIGHT = 2  # units whose gradients are on their way down
 
@@ -136,7 +101,7 @@ class HostStepper(LocalStepper):
             _check_dense(each)
         super().check_gradients(unit)
 
-    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+    def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         self._worker.check()
         if not self._twins.has_memory:
             self._allocate()
@@ -148,14 +113,14 @@ class HostStepper(LocalStepper):
         if self._delay:
             self._send_delayed()
             self._is_late = True
-        numbers = HostNumbers(factor, skip)
+        numbers = HostCopy(_on_one_device(factor, skip))
         # A rank that has nothing to update counts the update all the same.
         for part in [part for part in with_gradients if part or not beside] or [[]]:
             self._update(part, numbers, beside=beside)
         if "step" in vars(self.optimizer):  # a scheduler of torch asks whether there was an update
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _update(self, local: Sequence[LocalParameter], numbers: HostNumbers, *, beside: bool) -> None:
+    def _update(self, local: Sequence[LocalParameter], numbers: HostCopy, *, beside: bool) -> None:
         """Send gradients down, and let the worker do the rest; or do it here."""
         twins = [self._twins.of(each) for each in local]
         new = [twin for twin in twins if self.weights.is_changed(twin)]
@@ -174,7 +139,7 @@ class HostStepper(LocalStepper):
                     if twin.host_run is not None:
                         twin.host_run.join()
                 self._twins.follow(new)
-                factor, skip = numbers.read()
+                factor, skip = numbers.wait()
                 if not skip:
                     self._twins.update(twins, gradients, lambda: call(factor), number)
             finally:
@@ -362,3 +327,18 @@ def _gradient_bytes(local: LocalParameter) -> int:
 
 def _aligned_bytes(gradient: Tensor) -> int:
     return round_up(gradient.numel() * gradient.element_size(), ALIGNMENT)
+
+
+def _on_one_device(factor: Number, skip: Flag) -> Tensor:
+    """Return both as one float64 tensor: on the device, if either is there."""
+    on_device = next((each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda), None)
+    if on_device is None:
+        return torch.tensor([float(factor), float(skip)], dtype=torch.float64)
+    return torch.stack(
+        [
+            each.detach().double().reshape(())
+            if isinstance(each, Tensor)
+            else on_device.new_full((), each, dtype=torch.float64)
+            for each in (factor, skip)
+        ]
+    )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from echelon.collectives import Copy, HostBoundary, LateFetch
 from echelon.state.ownership import LocalParameter
-from echelon.update.offload.host_twins import Twin
+from echelon.update.offload.host_twins import HostTwins, Twin, views_like
 from echelon.update.offload.host_worker import Ticket
 
 
@@ -133,3 +133,70 @@ class WeightReturn:
 def _coming(twins: Sequence[Twin]) -> list[Twin]:
     """Those whose weights go to the device as soon as they are made; the others are fetched for each use."""
     return [twin for twin in twins if twin.host_run is None]
+
+
+@final
+class KeptWeights:
+    """Has memory from the first time on that somebody reads."""
+
+    def __init__(self, twins: HostTwins, boundary: HostBoundary) -> None:
+        self._twins, self._boundary = twins, boundary
+        self._memory: list[Tensor] = []
+        self._views: dict[Tensor, Tensor] = {}  # by local parameter
+        self._replaced: Sequence[Returning] = ()
+        boundary.account("parameters", lambda: self._memory)
+
+    def keep(self, replaced: Sequence[Returning]) -> None:
+        """The weights of these updates are about to come up."""
+        if not self._memory:
+            self._allocate()
+        self._replaced = replaced
+        stores = [
+            self._boundary.store(self._views[twin.local.tensor], twin.local.tensor.detach())
+            for twin in self._kept()
+            if twin.host_run is None
+        ]
+        for twin in self._kept():
+            if twin.host_run is not None:
+                twin.host_run.join()
+                self._views[twin.local.tensor].copy_(twin.host_run.memory)
+        for copy in stores:
+            copy.wait()
+
+    def forget(self) -> None:
+        """The newest weights stay."""
+        self._replaced = ()
+
+    def put_back(self) -> Sequence[Returning]:
+        """Bring back what was kept. Returns the updates that are late again."""
+        fetches = [
+            self._boundary.fetch(twin.local.tensor.detach(), self._views[twin.local.tensor])
+            for twin in self._kept()
+            if twin.host_run is None
+        ]
+        for twin in self._kept():
+            if twin.host_run is not None:
+                twin.host_run.join()
+                twin.host_run.memory.copy_(self._views[twin.local.tensor])
+        for copy in fetches:
+            copy.wait()
+        replaced, self._replaced = self._replaced, ()
+        return replaced
+
+    def is_changed(self) -> bool:
+        """Whether the user has changed a weight since the newest came up."""
+        return any(twin.is_changed for twin in self._kept())
+
+    def num_bytes(self) -> int:
+        """What it may take."""
+        return sum(twin.local.tensor.nbytes for twin in self._twins.all)
+
+    def _kept(self) -> list[Twin]:
+        return [twin for each in self._replaced for twin in each.twins]
+
+    def _allocate(self) -> None:
+        for dtype in dict.fromkeys(twin.local.tensor.dtype for twin in self._twins.all):
+            twins = [twin for twin in self._twins.all if twin.local.tensor.dtype == dtype]
+            memory, views = views_like(twins, dtype, self._boundary.empty)
+            self._memory.append(memory)
+            self._views |= {twin.local.tensor: view for twin, view in zip(twins, views, strict=True)}

@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.update.optim.exchange import Box, Shape, StatisticsBuffer, add_in_turns, whole_box
-from echelon.update.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions, rate_of
+from echelon.update.optim.sum_optimizer import (
+    Box,
+    Entry,
+    ParamGroup,
+    Shape,
+    StatisticsBuffer,
+    SumOptimizer,
+    Work,
+    add_in_turns,
+    portions,
+    rate_of,
+    whole_box,
+)
 
 
 @final
@@ -67,7 +78,13 @@ class Adafactor(SumOptimizer):
             },
         )
 
-    def _new_state(self, group: Group, entry: Entry, tensor: Tensor, dtype: torch.dtype) -> dict[str, Any]:  # noqa: ARG002
+    def _new_state(
+        self,
+        group: ParamGroup,  # noqa: ARG002
+        entry: Entry,
+        tensor: Tensor,
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
         step = torch.zeros((), dtype=torch.float64, device=tensor.device)
         if not _is_factored(entry):
             return {"step": step, "variance": torch.zeros_like(tensor, dtype=dtype)}
@@ -93,7 +110,7 @@ class Adafactor(SumOptimizer):
             _apply(group, entries, of_group, squares, lengths, work)
 
     def _normalize(
-        self, group: Group, entries: Sequence[Entry], lengths: StatisticsBuffer, work: Work
+        self, group: ParamGroup, entries: Sequence[Entry], lengths: StatisticsBuffer, work: Work
     ) -> list[Tensor]:
         """U of each box, in memory of its gradient if that may be used up; `lengths` get its squares."""
         updates: list[Tensor] = []
@@ -174,7 +191,7 @@ def _add_norms(entries: Sequence[Entry], targets: Sequence[Tensor], boxes: list[
     )
 
 
-def _average(group: Group, entries: Sequence[Entry], sums: StatisticsBuffer, work: Work) -> None:
+def _average(group: ParamGroup, entries: Sequence[Entry], sums: StatisticsBuffer, work: Work) -> None:
     """Move the averages: by step ** beta2_decay of the way to the squares of this gradient."""
     steps = [entry.state["step"] for entry in entries]
     torch._foreach_add_(steps, [work.kept(1.0)] * len(steps))  # one tensor for all would be read
@@ -201,7 +218,7 @@ def _counted(entries: Sequence[Entry]) -> Tensor:
     return torch.stack([entry.state["step"] for entry in entries]).clamp(min=1.0)
 
 
-def _second_moments(group: Group, entry: Entry) -> list[Tensor]:
+def _second_moments(group: ParamGroup, entry: Entry) -> list[Tensor]:
     """V of each box, in memory of its own."""
     if not _is_factored(entry):
         return [view.clone() for view in entry.part.views(entry.state["variance"])]
@@ -211,7 +228,7 @@ def _second_moments(group: Group, entry: Entry) -> list[Tensor]:
 
 
 def _apply(
-    group: Group,
+    group: ParamGroup,
     entries: Sequence[Entry],
     updates: Sequence[Tensor],
     squares: StatisticsBuffer,
@@ -239,7 +256,7 @@ def _rms(entries: Sequence[Entry], sums: StatisticsBuffer) -> Tensor:
     return torch.stack(torch._foreach_div(totals, numels)).double().sqrt()
 
 
-def _least(group: Group, entry: Entry) -> float:
+def _least(group: ParamGroup, entry: Entry) -> float:
     """The least √V."""
     least: float | None = group["eps"][0]
     return torch.finfo(entry.weights[0].dtype).eps if least is None else least

@@ -7,6 +7,7 @@
 An optimizer of yours says it by an attribute, `needs = "whole"`.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import torch
@@ -48,6 +49,12 @@ def need_of(optimizer: torch.optim.Optimizer) -> Need | None:
     if works_by_element(optimizer) or getattr(optimizer, "elementwise", False):
         return Need.ELEMENT
     return Need.WHOLE if _is_torch_s(optimizer, _WHOLE) else None
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers of a CombinedOptimizer, or the optimizer itself."""
+    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
+    return inside
 
 
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,13 +1,102 @@
 """Optimizers by name, for job files. In code, any torch optimizer works."""
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 
+from echelon.errors import UserError
 from echelon.update.optim.adafactor import Adafactor
+from echelon.update.optim.needs import Need, need_of
 from echelon.update.optim.sm3 import SM3
+from echelon.update.optim.sum_optimizer import Exchange, SumOptimizer
+
+
+@final
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Optimizers of different parameters, which are called one after the other.
+
+    def make(parameters):
+        matrices = [p for p in parameters if p.dim() == 2]
+        others = [p for p in parameters if p.dim() != 2]
+        return CombinedOptimizer([Muon(matrices, lr=2e-2), AdamW(others, lr=3e-4)])
+
+    Its groups are theirs, and so is its state: a learning-rate schedule sets the rate of each.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        _check_apart(groups)
+        super().__init__([{"params": []}], {})
+        self.param_groups = groups
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Groups and state are the same objects here and there."""
+        rest = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(rest) for _ in optimizer.param_groups]
+            optimizer.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: nobody would know which of the optimizers is to update them."""
+        if self.param_groups:
+            raise UserError(
+                f"CombinedOptimizer.add_param_group: nobody knows which of its {len(self.optimizers)} "
+                "optimizers is to update the new parameters; give them to one of those before "
+                "CombinedOptimizer is made"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose groups and state are its own."""
+        super().__setstate__(state)
+        self._connect()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Each optimizer updates its parameters."""
+        loss = None if closure is None else closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._connect()
+
+    @property
+    def needs(self) -> Need | None:
+        """What all of them need: the most that one of them does."""
+        known = [need for optimizer in self.optimizers if (need := need_of(optimizer)) is not None]
+        most = max(known, key=lambda need: list(Need).index(need), default=None)
+        return most if len(known) == len(self.optimizers) else None
+
+    @property
+    def whole_state(self) -> frozenset[str]:
+        shared = [each.whole_state for each in self.optimizers if isinstance(each, SumOptimizer)]
+        return frozenset[str]().union(*shared)
+
+    def share(self, exchange: Exchange) -> None:
+        """For those that add up sums over ranks."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, SumOptimizer):
+                optimizer.share(exchange)
+
+
+def _check_apart(groups: Sequence[dict[str, Any]]) -> None:
+    parameters = [p for group in groups for p in group["params"]]
+    if len(set(parameters)) < len(parameters):
+        raise UserError(
+            f"CombinedOptimizer: {len(parameters) - len(set(parameters))} parameters are in several of the "
+            "optimizers; give each parameter to one of them"
+        )
 
 
 class Settings(Protocol):

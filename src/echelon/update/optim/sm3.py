@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.update.optim.exchange import Box, Shape, StatisticsBuffer, maximum_in_turns, whole_box
-from echelon.update.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions, rate_of
+from echelon.update.optim.sum_optimizer import (
+    Box,
+    Entry,
+    ParamGroup,
+    Shape,
+    StatisticsBuffer,
+    SumOptimizer,
+    Work,
+    maximum_in_turns,
+    portions,
+    rate_of,
+    whole_box,
+)
 
 _MOST_DIMS = 64  # of any tensor
 
@@ -64,7 +75,9 @@ class SM3(SumOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _new_state(self, group: Group, entry: Entry, tensor: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    def _new_state(
+        self, group: ParamGroup, entry: Entry, tensor: Tensor, dtype: torch.dtype
+    ) -> dict[str, Any]:
         state = {
             f"accumulator_{dim}": torch.zeros(shape, dtype=dtype, device=tensor.device)
             for dim, shape in enumerate(_accumulators(entry.shape))
@@ -142,7 +155,7 @@ def _largest(moment: Tensor, dim: int) -> Tensor:
 
 
 def _normalize(
-    group: Group, entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], work: Work
+    group: ParamGroup, entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], work: Work
 ) -> list[Tensor]:
     """U of each box, in the memory of ν; or M, which stays in the state."""
     updates = [moment for of_one in moments for moment in of_one]
@@ -161,7 +174,7 @@ def _normalize(
     return smoothed
 
 
-def _apply(group: Group, entries: Sequence[Entry], updates: list[Tensor], work: Work) -> None:
+def _apply(group: ParamGroup, entries: Sequence[Entry], updates: list[Tensor], work: Work) -> None:
     weights = [weight for entry in entries for weight in entry.weights]
     lr = rate_of(group, weights[0].device)
     dtype = torch.promote_types(weights[0].dtype, torch.float32)

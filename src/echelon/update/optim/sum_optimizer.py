@@ -6,18 +6,127 @@ an update reads nothing from there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
+from math import prod
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from echelon.collectives import Group, Reduction
 from echelon.errors import UserError
-from echelon.update.optim.exchange import Exchange, Part, Shape, StatisticsBuffer, without_ranks
 from echelon.update.optim.needs import Need
 
-Group = dict[str, Any]  # of parameters, with their options
+Shape = tuple[int, ...]
+Box = tuple[slice, ...]
+
+
+def whole_box(dims: Sized) -> Box:
+    """All of a parameter that has so many dims."""
+    return (slice(None),) * len(dims)
+
+
+class Part(NamedTuple):
+    """What one tensor, which an optimizer updates, is of a whole parameter.
+
+    `views` are those of a tensor like it (its gradient, say): one for each of the `boxes`, in its shape.
+    """
+
+    number: int  # of the parameter, in its Exchange
+    boxes: Sequence[Box]
+    views: Callable[[Tensor], list[Tensor]]
+
+
+class Round(NamedTuple):
+    """The ranks of `group` hold other parts of the first `num_parameters`, but for the first `skipped`."""
+
+    group: Group
+    num_parameters: int
+    skipped: int = 0
+
+
+class Exchange(NamedTuple):
+    """Whole parameters in an order that all ranks share, and what this rank has of them."""
+
+    shapes: Sequence[Shape]
+    parts: Mapping[Tensor, Part]
+    rounds: Sequence[Round]
+    dtype: torch.dtype  # of statistics
+    device: torch.device
+
+
+def without_ranks(parameters: Iterable[Tensor]) -> list[Exchange]:
+    """Exchanges of parameters that are whole here, one for each device and type."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        kinds.setdefault((parameter.device, dtype), []).append(parameter)
+    return [
+        Exchange(
+            [tuple(p.shape) for p in of_kind],
+            {p: Part(index, [whole_box(p.shape)], lambda t: [t]) for index, p in enumerate(of_kind)},
+            (),
+            dtype,
+            device,
+        )
+        for (device, dtype), of_kind in kinds.items()
+    ]
+
+
+@final
+class StatisticsBuffer:
+    """Statistics of all parameters of an exchange, in one memory; `shapes` says which a parameter has."""
+
+    def __init__(self, exchange: Exchange, shapes: Callable[[Shape], list[Shape]]) -> None:
+        self._rounds = exchange.rounds
+        wanted = [shapes(whole) for whole in exchange.shapes]
+        sizes = [prod(shape) for of_one in wanted for shape in of_one]
+        self._memory = torch.zeros(sum(sizes), dtype=exchange.dtype, device=exchange.device)
+        views = iter(self._memory.split(sizes))
+        self._views = [[next(views).view(shape) for shape in of_one] for of_one in wanted]
+        self._ends = [0, *accumulate(sum(map(prod, of_one)) for of_one in wanted)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._memory.dtype
+
+    def clear(self) -> None:
+        self._memory.zero_()
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        """The statistics of a parameter, whole."""
+        return self._views[index]
+
+    def reduce(self, op: Reduction) -> None:
+        """Sums, or maxima, over the ranks that hold other parts."""
+        for group, end, begin in self._rounds:
+            with group.ledger.about("optimizer"):
+                group.all_reduce(self._memory[self._ends[begin] : self._ends[end]], op)
+
+
+def add_in_turns(targets: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> None:
+    """Add values to targets, those of each parameter one after the other: its boxes may share rows."""
+    _in_turns(torch._foreach_add_, targets, values)
+
+
+def maximum_in_turns(targets: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> None:
+    """The larger of target and value, into the target; in turns, as sums are."""
+    _in_turns(torch._foreach_maximum_, targets, values)
+
+
+def _in_turns(
+    operation: Callable[[list[Tensor], list[Tensor]], None],
+    targets: Sequence[Sequence[Tensor]],
+    values: Sequence[Sequence[Tensor]],
+) -> None:
+    for in_turn, of_turn in zip(zip_longest(*targets), zip_longest(*values), strict=True):
+        pairs = [pair for pair in zip(in_turn, of_turn, strict=True) if pair[0] is not None]
+        operation([target for target, _ in pairs], [value for _, value in pairs])
+
+
+ParamGroup = dict[str, Any]  # of parameters, with their options
 
 # Bytes of gradients at a time: what stays in the caches of a CPU; or enough work for the kernels of another
 # device, and little beside all gradients.
@@ -44,7 +153,7 @@ class Work:
 
     exchange: Exchange
     buffers: dict[str, StatisticsBuffer] = field(default_factory=dict)
-    groups: list[tuple[Group, list[Entry]]] = field(default_factory=list)
+    groups: list[tuple[ParamGroup, list[Entry]]] = field(default_factory=list)
     keep: Tensor | None = None
 
     def kept(self, number: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -118,7 +227,9 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         """Update the weights of all entries, and their state."""
 
     @abstractmethod
-    def _new_state(self, group: Group, entry: Entry, tensor: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    def _new_state(
+        self, group: ParamGroup, entry: Entry, tensor: Tensor, dtype: torch.dtype
+    ) -> dict[str, Any]:
         """The state before the first update of `tensor`, the entry's parameter; statistics are of `dtype`."""
 
     def _find_parameters(self) -> None:
@@ -128,7 +239,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         if not self.uses_up_gradients and known != set(parameters):
             self._work = [Work(exchange) for exchange in without_ranks(parameters)]
 
-    def _entries(self, group: Group, work: Work) -> Iterator[Entry]:
+    def _entries(self, group: ParamGroup, work: Work) -> Iterator[Entry]:
         for tensor in group["params"]:
             part = work.exchange.parts.get(tensor)
             if tensor.grad is None or part is None or not _has_elements(part, tensor):
@@ -141,7 +252,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
                 state.update(self._new_state(group, entry, tensor, work.exchange.dtype))
             yield entry
 
-    def state_forms(self, group: Group, tensor: Tensor) -> dict[str, Any]:
+    def state_forms(self, group: ParamGroup, tensor: Tensor) -> dict[str, Any]:
         """The state of a parameter before its first update, in tensors of one element: types and devices."""
         self._find_parameters()
         work = next(work for work in self._work if tensor in work.exchange.parts)
@@ -184,7 +295,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         return 1 - found_inf.double()
 
 
-def rate_of(group: Group, device: torch.device) -> float | Tensor:
+def rate_of(group: ParamGroup, device: torch.device) -> float | Tensor:
     """The learning rate. One that is a tensor on the device stays there: to read it would wait."""
     rate = group["lr"]
     is_there = isinstance(rate, Tensor) and rate.device == device

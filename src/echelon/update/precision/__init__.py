@@ -1,8 +1,7 @@
 """Types of numbers: what a plan computes in, float32 masters below that, and loss scaling for fp16."""
 
 from echelon.update.precision.loss_scaling import DynamicScale, LossScale, LossScaling, make_loss_scaling
-from echelon.update.precision.rounding import KeyedRounding, Placement
-from echelon.update.precision.rounding_stepper import RoundingStepper
+from echelon.update.precision.rounding import KeyedRounding, Placement, RoundingStepper
 from echelon.update.precision.stepper import (
     DirectStepper,
     LocalStepper,

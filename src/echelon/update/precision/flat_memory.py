@@ -1,11 +1,12 @@
 """Many tensors of one type in one piece of memory, so that few kernels and one allocation serve them all."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from echelon.collectives.buffer_layout import block_size, lay_out
+from echelon.collectives.buffer_layout import block_size, lay_out, round_up
 
 
 def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -39,3 +40,73 @@ def _by_memory(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.device, []).append(index)
     return indices
+
+
+# Bytes of copies. The same for every model of 10 million parameters or more, of which it is less than half.
+_LARGEST_PORTION = 16 * 2**20
+
+
+def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The weights in portions, by what must be copied of their gradients: at most half of it at a time.
+
+    So bf16 gradients and their copies take no more than float32 gradients would, unless one weight is more
+    than half of all.
+    """
+    sizes = [
+        _copied_bytes(weight.grad, master)
+        for weight, master in zip(weights, masters, strict=True)
+        if weight.grad is not None
+    ]
+    limit = min(_LARGEST_PORTION, sum(sizes) // 2)
+    portion: list[nn.Parameter] = []
+    taken = 0
+    for weight, size in zip(weights, sizes, strict=True):
+        if taken and size and taken + size > limit:
+            yield portion
+            portion, taken = [], 0
+        portion.append(weight)
+        taken += size
+    if portion:
+        yield portion
+
+
+def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients of `weights` as those of `masters`; copies share one memory."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    copied = [
+        index
+        for index, (gradient, master) in enumerate(zip(gradients, masters, strict=True))
+        if _needs_copy(gradient, master) and not gradient.is_sparse
+    ]
+    copies = flat_views([masters[index].detach() for index in copied], torch.float32)
+    if copies:
+        torch._foreach_copy_(copies, [gradients[index] for index in copied])
+    for index, copy in zip(copied, copies, strict=True):
+        gradients[index] = copy
+    return [gradient.float() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def _copied_bytes(gradient: Tensor, master: nn.Parameter) -> int:
+    """What a float32 copy of the gradient takes, or 0 if none is needed."""
+    if not _needs_copy(gradient, master):
+        return 0
+    numel = gradient._values().numel() if gradient.is_sparse else gradient.numel()
+    return round_up(numel, block_size(torch.float32)) * torch.float32.itemsize
+
+
+def _needs_copy(gradient: Tensor, master: nn.Parameter) -> bool:
+    if gradient.dtype != torch.float32:
+        return True
+    return not gradient.is_sparse and not have_same_layout(gradient, master)
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether Triton has kernels for it."""
+    return tensor.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()

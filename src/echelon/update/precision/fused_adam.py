@@ -13,8 +13,9 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.update.precision.optimizer_call import Factor, Skip, on_device
-from echelon.update.precision.rounding import has_kernel
+from echelon.update.numbers import Flag, Number
+from echelon.update.precision.flat_memory import has_kernel
+from echelon.update.precision.optimizer_call import on_device
 
 _ALIGNMENT = 16  # bytes: what the kernel reads at once
 
@@ -131,7 +132,7 @@ class FusedAdam:
         return element if all(_lies_like(tensor, master) for tensor in element[:-1]) else None
 
     @torch.no_grad()
-    def step(self, prepared: Prepared, factor: Factor, skip: Skip) -> None:
+    def step(self, prepared: Prepared, factor: Number, skip: Flag) -> None:
         """Gradients are multiplied by `factor`; where `skip`, nothing changes. Nobody waits for either."""
         from echelon.update.precision.fused_adam_kernel import update
 

@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.update.numbers import Flag, Number
+
 SMALLEST = 1.0  # no dynamic scale falls below: a smaller one would only lose gradients
 
 
@@ -39,8 +41,8 @@ LossScale = float | Literal["dynamic"] | DynamicScale
 class ScaleState(NamedTuple):
     """The scale, and the steps with finite gradients since it last changed."""
 
-    scale: float | Tensor
-    good_steps: float | Tensor
+    scale: Number
+    good_steps: Number
 
 
 @final
@@ -51,16 +53,16 @@ class LossScaling:
         """`choice`: a number for a scale that stays. `device`: where the state is, if not on the host."""
         self._rule = DynamicScale() if choice == "dynamic" else choice
         start = self._rule.start if isinstance(self._rule, DynamicScale) else float(self._rule)
-        numbers: list[float | Tensor] = [start, 0.0]
+        numbers: list[Number] = [start, 0.0]
         if device is not None:
             numbers = [torch.full((), each, dtype=torch.float64, device=device) for each in (start, 0.0)]
         self.state = ScaleState(*numbers)
 
     @property
-    def scale(self) -> float | Tensor:
+    def scale(self) -> Number:
         return self.state.scale
 
-    def counters(self) -> dict[str, float | Tensor]:
+    def counters(self) -> dict[str, Number]:
         """What a training needs to go on, by name."""
         return {"loss scale": self.state.scale, "good steps": self.state.good_steps}
 
@@ -76,7 +78,7 @@ class LossScaling:
         """The scale cannot fall below this; skipped steps there are not the scale's fault."""
         return SMALLEST if isinstance(self._rule, DynamicScale) else float(self._rule)
 
-    def after_step(self, *, overflows: bool | Tensor, refused: bool | Tensor) -> None:
+    def after_step(self, *, overflows: Flag, refused: Flag) -> None:
         """A step is over: its gradients were not finite, or were, or it was `refused` for another reason."""
         if not isinstance(self._rule, DynamicScale):
             return
@@ -84,7 +86,7 @@ class LossScaling:
         self.state = change(self.state, self._rule, overflows, refused)
 
 
-def _like(old: float | Tensor, value: float) -> float | Tensor:
+def _like(old: Number, value: float) -> Number:
     return torch.full_like(old, value) if isinstance(old, Tensor) else value
 
 
@@ -99,9 +101,7 @@ def _next_on_host(state: ScaleState, rule: DynamicScale, overflows: object, refu
     return ScaleState(scale, good + 1)
 
 
-def _next_on_device(
-    state: ScaleState, rule: DynamicScale, overflows: bool | Tensor, refused: bool | Tensor
-) -> ScaleState:
+def _next_on_device(state: ScaleState, rule: DynamicScale, overflows: Flag, refused: Flag) -> ScaleState:
     """The same, without a look at any of the numbers."""
     scale, good = state
     assert isinstance(scale, Tensor)

@@ -1,6 +1,6 @@
 """One call of an optimizer, with gradients scaled by a factor, or no call at all.
 
-Factor and skip flag are results of the step: 0-dim tensors on the device. On the CPU they are read, which
+Number and skip flag are results of the step: 0-dim tensors on the device. On the CPU they are read, which
 costs nothing. To read them from a CUDA device would stop the host until the backward pass is done. There a
 fused optimizer takes both on the device, by the protocol of torch's GradScaler:
 
@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from echelon.update.numbers import Flag, Number
 from echelon.update.optim.sum_optimizer import SumOptimizer
 from echelon.update.precision.flat_memory import have_same_layout
-
-Factor = float | Tensor
-Skip = bool | Tensor
 
 # torch's optimizers with a fused kernel, and its name. Not Adagrad, whose kernel torch 2.11 refuses on CUDA.
 _FUSED = {
@@ -39,11 +37,11 @@ class OptimizerCall(ABC):
         self._optimizer = optimizer
 
     @abstractmethod
-    def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
+    def __call__(self, parameters: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
         """Update `parameters`, all of which have gradients, unless `skip`. Gradients may be changed."""
 
     @abstractmethod
-    def readable(self, skip: Skip) -> Skip:
+    def readable(self, skip: Flag) -> Flag:
         """`skip` as a bool, if all calls of a step would read it: to be read once."""
 
 
@@ -51,10 +49,10 @@ class OptimizerCall(ABC):
 class HostCall(OptimizerCall):
     """Reads factor and skip."""
 
-    def readable(self, skip: Skip) -> Skip:
+    def readable(self, skip: Flag) -> Flag:
         return bool(skip)
 
-    def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
+    def __call__(self, parameters: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
         if skip:
             return
         gradients, scale = _gradients(parameters), float(factor)
@@ -82,7 +80,7 @@ class DeviceCall(OptimizerCall):
         self._takes_flags = _has_protocol(optimizer)
         self._starts_on_device = isinstance(optimizer, SumOptimizer)
 
-    def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
+    def __call__(self, parameters: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
         scale = on_device(factor, parameters)
         new = [p for p in parameters if p not in self._updated]
         on_host = self._reads_skip
@@ -95,7 +93,7 @@ class DeviceCall(OptimizerCall):
             _scale(parameters, scale)
             self._optimizer.step()
 
-    def readable(self, skip: Skip) -> Skip:
+    def readable(self, skip: Flag) -> Flag:
         return bool(skip) if self._reads_skip else skip
 
     @property
@@ -112,7 +110,7 @@ class DeviceCall(OptimizerCall):
             make_momentum(self._optimizer, new)
         self._updated.update(new)
 
-    def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Skip) -> None:
+    def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Flag) -> None:
         optimizer: torch.optim.Optimizer = self._optimizer
         device = scale.device
         # The kernels read float32 of it, which is too coarse for float64 gradients.
@@ -210,7 +208,7 @@ def _suits_kernel(parameter: nn.Parameter) -> bool:
     )
 
 
-def on_device(factor: Factor | Skip, parameters: Sequence[Tensor]) -> Tensor:
+def on_device(factor: Number | Flag, parameters: Sequence[Tensor]) -> Tensor:
     """The factor, or the flag, where the parameters are, without a wait for the device."""
     if isinstance(factor, Tensor):
         return factor.double()

@@ -11,15 +11,65 @@ hash of a key and of its index in the whole parameter (hashing.py): it does not 
 serves four neighbouring elements. `rounding_kernel` computes the same in one pass on a CUDA device.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
-from echelon.update.precision.element_runs import ElementRuns
+from echelon.state.ownership import LocalParameter, OwnedSlice
+from echelon.update.numbers import Flag, Number
+from echelon.update.optim.local import Make, make_local
+from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel
+from echelon.update.precision.stepper import (
+    LocalStepper,
+    by_parameter,
+    copy_all,
+    takes_portions,
+    with_gradients,
+    without_memory,
+)
+
+
+class ElementRuns(NamedTuple):
+    """Runs of `length` elements: where each begins in the flattened part, and in the flattened whole."""
+
+    in_part: Tensor  # int64, on the part's device
+    in_whole: Tensor
+    length: int
+
+
+def runs_of(boxes: Iterable[OwnedSlice], device: torch.device) -> list[ElementRuns]:
+    """The runs of boxes of the whole, whose tensors are views of one flat part."""
+    return [_runs(box, device) for box in boxes if box.slice.numel]
+
+
+def whole_run(tensor: Tensor) -> ElementRuns:
+    """That of a whole parameter."""
+    begin = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    return ElementRuns(begin, begin, tensor.numel())
+
+
+def _runs(box: OwnedSlice, device: torch.device) -> ElementRuns:
+    """Elements are consecutive from the last dim on of which the box does not have all."""
+    _, _, shape, offsets, sizes = box.slice
+    cut = max((dim for dim, size in enumerate(sizes) if size < shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    in_whole = first + _grid(sizes[:cut], strides[:cut])
+    in_part = int(box.tensor.storage_offset()) + _grid(sizes[:cut], box.tensor.stride()[:cut])
+    return ElementRuns(in_part.to(device), in_whole.to(device), math.prod(sizes[cut:]))
+
+
+def _grid(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The place of every index of outer dims, in order."""
+    places = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return places
+
 
 _PER_WORD = 4  # elements per hash
 _QUIET_NAN = (
@@ -109,13 +159,74 @@ def _tiles(runs: ElementRuns, device: torch.device) -> Iterator[ElementRuns]:
             yield ElementRuns(runs.in_part[chosen] + begin, runs.in_whole[chosen] + begin, length)
 
 
-def has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton has kernels for it."""
-    return tensor.is_cuda and _has_triton()
+_PORTION = 64 * 2**20  # bytes of float32 copies, whatever the model's size; or those of one weight
 
 
-@cache
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
+@final
+class RoundingStepper(LocalStepper):
+    """The optimizer works on float32 copies of some weights at a time, which are then rounded."""
 
-    return has_triton()
+    def __init__(
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        local: list[LocalParameter],
+        placements: Mapping[nn.Parameter, Placement],
+        rounding: KeyedRounding,
+        *,
+        deferred: bool = False,
+    ) -> None:
+        """`placements`: of what is updated of each local parameter."""
+        self._local, self._placements, self._rounding = local, placements, rounding
+        self._copies = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
+        self._without_memory = {weight: copy.data for weight, copy in self._copies.items()}
+        copies = [each._replace(tensor=self._copies[each.tensor]) for each in local]
+        optimizer = make_local(make, parameters, by_parameter(local, copies))
+        super().__init__(optimizer, deferred=deferred)
+
+    def start_update(self, number: int) -> None:
+        self._rounding.start_update(number)
+
+    def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        weights = with_gradients(self._local if unit is None else unit)
+        if not takes_portions(self.optimizer):
+            self._step(weights, factor, skip)
+            return
+        skip = self._call.readable(skip)
+        for portion in _portions(weights):
+            self._step(portion, factor, skip)
+
+    def _step(self, weights: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
+        copies = [self._copies[weight] for weight in weights]
+        self._fill(weights, copies)
+        for copy, gradient in zip(copies, as_float32(weights, copies), strict=True):
+            copy.grad = gradient
+        self._call(copies, factor, skip)
+        for weight, copy in zip(weights, copies, strict=True):
+            self._rounding.round(weight, copy, self._placements[weight])
+            copy.grad = None
+            copy.data = self._without_memory[weight]
+
+    @torch.no_grad()
+    def _fill(self, weights: Sequence[nn.Parameter], copies: Sequence[nn.Parameter]) -> None:
+        memory = flat_views([weight.detach() for weight in weights], torch.float32)
+        copy_all(memory, weights)
+        for copy, view in zip(copies, memory, strict=True):
+            copy.data = view
+
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        return self._copies[local.tensor]
+
+
+def _portions(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    portion: list[nn.Parameter] = []
+    taken = 0
+    for weight in weights:
+        size = weight.numel() * torch.float32.itemsize
+        if portion and taken + size > _PORTION:
+            yield portion
+            portion, taken = [], 0
+        portion.append(weight)
+        taken += size
+    if portion:
+        yield portion

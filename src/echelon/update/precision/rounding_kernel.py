@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from echelon.nn.hashing import ROUNDS, WEYL, signed
-from echelon.update.precision.element_runs import ElementRuns
+from echelon.update.precision.rounding import ElementRuns
 
 _MOST_WORDS = 512  # of a tile
 _WARPS = 4  # for a tile of `_MOST_WORDS`

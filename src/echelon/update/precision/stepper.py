@@ -5,39 +5,38 @@ masters; after each update the weights are rounded from them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.parallel.data import Sharing
 from echelon.state.checkpoint import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice
-from echelon.update.optim.first_state import begin_like
+from echelon.update.gradient_checks import check_gradient
+from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make, make_local
-from echelon.update.optim.needs import need_of, works_by_element
-from echelon.update.optim.sum_optimizer import SumOptimizer
-from echelon.update.precision.flat_memory import dense_strides, flat_views
-from echelon.update.precision.float32_gradients import as_float32, divide
+from echelon.update.optim.needs import inner_optimizers, need_of, works_by_element
+from echelon.update.optim.optimizer_state import load_state
+from echelon.update.precision.flat_memory import as_float32, dense_strides, divide, flat_views
 from echelon.update.precision.fused_adam import FusedAdam
 from echelon.update.precision.optimizer_call import (
     DeviceCall,
-    Factor,
     HostCall,
     OptimizerCall,
-    Skip,
     has_step_hooks,
     restricted,
 )
-from echelon.update.precision.saved_state import load_state
 
 
 class Stepper(ABC):
     """Applies the optimizer to local parameters, with gradients scaled by a factor."""
 
     by_unit = False  # whether weights are on the device one unit at a time
+    _sharings: Sequence[Sharing] = ()  # which bring them there
     on_host = False  # whether it updates what lies in host memory
     loses_change = False  # whether an update that is late will overwrite what the user has written
 
@@ -53,9 +52,31 @@ class Stepper(ABC):
         """Update `number`, from 0, begins: of all parameters at once or of one unit after the other."""
 
     @abstractmethod
-    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+    def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         """Update everything that has a gradient, or what has one of a `unit`; where `skip`, nothing.
         Gradients may be changed."""
+
+    def step_all(self, factor: Number, skip: Flag = False) -> None:
+        """Update everything: at once, or one unit after the other where weights are in host memory."""
+        if not self.by_unit:
+            self.step(factor, skip)
+            return
+        check_takes_units(self.optimizer, **_BY_UNIT)  # a hook may have been added
+        for sharing in self._sharings:
+            for unit in sharing.pieces_to_update():
+                self.step(factor, skip, unit)
+
+    def use_units(self, sharings: Iterable[Sharing]) -> None:
+        """Update weights in host memory (offload=parameters): the device has no more of them than in passes.
+
+            fetch     | unit 0 | unit 1 | unit 2 |
+            update             | unit 0 | unit 1 | unit 2 |
+            store                       | unit 0 | unit 1 | unit 2 |
+
+        Gradients and the optimizer's state stay where they are.
+        """
+        check_takes_units(self.optimizer, **_BY_UNIT)
+        self.by_unit, self._sharings = True, list(dict.fromkeys(sharings))
 
     def check_gradients(self, unit: Sequence[LocalParameter]) -> None:  # noqa: B027 (a part is never sparse)
         """Raise if the optimizer cannot take a gradient of a `unit`. Changes nothing."""
@@ -158,7 +179,7 @@ class DirectStepper(LocalStepper):
         super().__init__(optimizer, deferred=deferred)
         self._local = local
 
-    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+    def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         parameters = with_gradients(self._local if unit is None else unit)
         with nullcontext() if unit is None else restricted(self.optimizer, parameters):
             self._call(parameters, factor, skip)
@@ -191,7 +212,7 @@ class MasterStepper(LocalStepper):
         super().__init__(optimizer, deferred=deferred)
         self._fused = FusedAdam(optimizer) if deferred else None
 
-    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+    def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         if not self._has_masters:
             self._make_masters()
         if self._not_made:
@@ -223,7 +244,7 @@ class MasterStepper(LocalStepper):
         copy_all([self._masters[weight] for weight in weights], weights)
         self._not_made.difference_update(weights)
 
-    def _step(self, weights: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
+    def _step(self, weights: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
         masters = [self._masters[weight] for weight in weights]
         for master, gradient in zip(masters, as_float32(weights, masters), strict=True):
             master.grad = gradient
@@ -282,21 +303,27 @@ def takes_units(optimizer: torch.optim.Optimizer) -> bool:
     return need_of(optimizer) is not None and not _is_watched(optimizer)
 
 
-def check_takes_units(optimizer: torch.optim.Optimizer) -> None:
+def check_takes_units(
+    optimizer: torch.optim.Optimizer,
+    setting: str = "updates in the backward pass",
+    fix: str = "use update=step",
+) -> None:
     """Refuse an optimizer that must not be called once for each unit."""
     if not takes_units(optimizer):
         raise UserError(
-            f"optimizer {type(optimizer).__name__} with updates in the backward pass: its step() is called "
-            "once for each unit, which is right only for optimizers that update each parameter by itself, "
-            "and whose steps nobody watches by a hook or replaces; use one of torch's, drop the hooks, or "
-            "use update=step"
+            f"optimizer {type(optimizer).__name__} with {setting}: its step() is called once for each unit, "
+            "which is right only for optimizers that update each parameter by itself, and whose steps "
+            f"nobody watches by a hook or replaces; use one of torch's, drop the hooks, or {fix}"
         )
+
+
+_BY_UNIT = {"setting": "offload=parameters", "fix": "drop offload=parameters"}
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody hears of the calls, by a hook or in place of `step`."""
-    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", ())
-    return has_other_step(optimizer) or has_step_hooks(optimizer) or any(map(_is_watched, inside))
+    every = dict.fromkeys([optimizer, *inner_optimizers(optimizer)])
+    return any(has_other_step(each) or has_step_hooks(each) for each in every)
 
 
 def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -331,46 +358,3 @@ def by_parameter(
     for each, replacement in zip(local, updated, strict=True):
         result.setdefault(each.parameter, []).append(replacement.tensor)
     return result
-
-
-# Whether an optimizer takes a gradient, found out without an update.
-
-
-def check_gradient(optimizer: torch.optim.Optimizer, name: str, updated: nn.Parameter, grad: Tensor) -> None:
-    """Raise if the optimizer cannot take `grad` for `updated`, which is (of) the parameter `name`."""
-    inside: list[torch.optim.Optimizer] = getattr(optimizer, "optimizers", [optimizer])
-    for each in inside:
-        for group in each.param_groups:
-            if any(parameter is updated for parameter in group["params"]):
-                _check(each, group, name, updated, grad)
-
-
-def _check(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], name: str, updated: nn.Parameter, grad: Tensor
-) -> None:
-    if isinstance(optimizer, SumOptimizer):
-        optimizer.check(updated, grad)
-    elif grad.is_sparse:  # all take dense ones
-        try:
-            _try_on_copy(optimizer, group, updated, grad)
-        except RuntimeError as error:
-            raise UserError(
-                f"optimizer {type(optimizer).__name__}: {name} has a sparse gradient, which it does not take "
-                f"({error}); set sparse=False in the embedding, or use torch.optim.SGD"
-            ) from error
-
-
-def _try_on_copy(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], updated: nn.Parameter, grad: Tensor
-) -> None:
-    """Let the optimizer update a copy, and forget it."""
-    copy = nn.Parameter(updated.detach().clone())
-    copy.grad = grad.to(copy.dtype, copy=True)
-    groups, state = optimizer.param_groups, optimizer.state
-    # What a fused kernel does not take is not left to it.
-    optimizer.param_groups = [group | {"params": [copy]} | ({"fused": None} if "fused" in group else {})]
-    optimizer.state = begin_like(state, copy, updated)
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups, optimizer.state = groups, state

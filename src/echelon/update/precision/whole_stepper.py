@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from echelon.collectives import Group
 from echelon.state.checkpoint import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice, Slice, whole_slice
+from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import make_local
-from echelon.update.precision.element_runs import whole_run
-from echelon.update.precision.optimizer_call import Factor, Skip
-from echelon.update.precision.rounding import KeyedRounding, Placement
-from echelon.update.precision.saved_state import load_state
+from echelon.update.optim.optimizer_state import load_state
+from echelon.update.precision.rounding import KeyedRounding, Placement, whole_run
 from echelon.update.precision.stepper import Stepper, follow, state_tensors
 
 
@@ -127,7 +126,7 @@ class WholeStepper(Stepper):
         if self._rounding is not None:
             self._rounding.start_update(number)
 
-    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+    def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         chosen = None if unit is None else {each.tensor for each in unit}
         routes = self._routes.only(
             lambda local: local.tensor.grad is not None and (chosen is None or local.tensor in chosen)

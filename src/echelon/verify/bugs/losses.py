@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echelon.engine import Engine
 from echelon.engine.step.runtime import Microbatch, MicrobatchLoss
-from echelon.nn.targets import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET
 from echelon.verify.bugs.alterations import Message, alter, lose, replace_method, then
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.engine import Engine
 from echelon.memory.recompute.segment import RecomputedLayer
-from echelon.nn.dropout import current, restore
+from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.wrapping import W, find_wrapper
 from echelon.parallel.data.batch_norm import WholeBatchNorm
 from echelon.verify.bugs.alterations import Message, alter, is_in_backward, replace_method, then

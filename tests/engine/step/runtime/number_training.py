@@ -20,7 +20,7 @@ from echelon.parallel.data import Buffers
 from echelon.parallel.stage import Stage
 from echelon.plan import Plan
 from echelon.program import RECEIVES, SENDS, Instruction, Program, add_transfers, asynchronous, forward_only
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from tests.nccl_like import NcclMesh, NcclWorld
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import Tensor
 from echelon.engine.step.runtime.flight import Flight, Value, wanted
 from echelon.engine.step.runtime.message import Gradients
 from echelon.engine.step.runtime.structure import Spec
-from echelon.nn.autograd.graph_entry import enter
+from echelon.nn.autograd.in_place import enter
 from tests.cases import stop
 
 

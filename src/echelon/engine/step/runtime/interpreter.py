@@ -20,7 +20,7 @@ from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
 from echelon.errors import UserError
 from echelon.launching import at_instruction
-from echelon.nn.autograd.graph_entry import enter
+from echelon.nn.autograd.in_place import enter
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
 

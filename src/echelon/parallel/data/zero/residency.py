@@ -43,8 +43,6 @@ class Residency:
         # With updates in the backward pass one of prefetch + 1 places is for what is being stored.
         self._behind = 1 if stores and prefetch > 1 else 0
         self._leaving: deque[FlatUnit] = deque()  # units on their way to host memory, not in use any more
-        for flat in (flat for unit in units for flat in unit if flat.host is not None):
-            flat.on_store = self._let_go
         self._sequence = list(range(len(units)))
         self._trace: list[int] = []
 
@@ -147,8 +145,8 @@ class Residency:
     def _ahead(self, backward: bool) -> int:
         return self._prefetch - (self._behind if backward else 0)
 
-    def _let_go(self, flat: FlatUnit) -> None:
-        """A unit is being stored: the next one that is finds its memory free."""
+    def store(self, flat: FlatUnit) -> None:
+        """A unit is being copied to the host, and drops its memory when the next one is."""
         self._leaving.append(flat)
         while len(self._leaving) > self._behind:
             self._leaving.popleft().drop()
@@ -166,7 +164,7 @@ class Residency:
         return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
 
     def _gather(self, index: int) -> None:
-        if any(flat.comings.gathers and not flat.is_gathered for flat in self._units[index]):
+        if any(flat.sharded and not flat.is_gathered for flat in self._units[index]):
             check_not_alone("all_gather", "data")
         if self._agreement is not None and not all(flat.is_gathered for flat in self._units[index]):
             self._agreement.gather(index)

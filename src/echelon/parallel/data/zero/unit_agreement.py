@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, MismatchError
+from echelon.collectives.agreement import Difference, check_same_text, gather_values, is_same
 from echelon.errors import UserError
 from echelon.parallel.data.parameter_set import Unit
 from echelon.parallel.data.sharing import Problem
-from echelon.parallel.data.text_agreement import Difference, check_same_text
 
 
 @final
@@ -60,15 +60,10 @@ class GatherAgreement:
             return
         if self._error is not None:
             raise self._error
-        with self._group.ledger.about("agreement"):
-            extremes = torch.tensor([action, -action], device=self._device)
-            self._group.all_reduce(extremes, "max")
-            highest, lowest = extremes.tolist()
-            if highest != -lowest:
-                actions = torch.empty(self._group.size, dtype=torch.int64, device=self._device)
-                self._group.all_gather(actions, torch.tensor([action], device=self._device))
-                self._is_told(True)
-                self._fail(self._difference(actions))
+        if not is_same([action], self._group, self._device):
+            actions = gather_values(action, self._group, self._device)
+            self._is_told(True)
+            self._fail(self._difference(actions))
 
     def _is_told(self, has_difference: bool) -> bool:
         """Whether any group has found a difference; once per pass on each rank."""
@@ -83,8 +78,7 @@ class GatherAgreement:
         self._error = UserError(message)
         raise self._error
 
-    def _difference(self, actions: Tensor) -> str:
-        numbers = actions.tolist()
+    def _difference(self, numbers: Sequence[int]) -> str:
         other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
         first, second = self._actions[numbers[0]], self._actions[numbers[other]]
         axis = self._group.axis

@@ -7,7 +7,6 @@ find    ranks list what their hosts have, and agree on the newest generation of 
         every rank; who has lost its own gets it from the host that keeps its copy
 """
 
-import json
 import math
 import os
 import secrets
@@ -22,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import agree_on_every_rank, check_on_every_rank, gather_values
 from echelon.errors import UserError
 from echelon.launching import beat
-from echelon.launching.group import agree_on_every_rank, check_on_every_rank
-from echelon.launching.messages.byte_collectives import all_gather_bytes
 from echelon.quantities import show_bytes
 from echelon.state.assembly import RankSlice, exchange_slices
 from echelon.state.checkpoint.assignment import signature
@@ -322,10 +320,7 @@ class MemoryCopies:
         return bool(errors)
 
     def _gather(self, value: Any) -> list[Any]:
-        """Plain data of every rank, in rank order."""
-        if self._group.size == 1:
-            return [value]
-        return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode())]
+        return gather_values(value, self._group, self._device)
 
 
 class _Attempt:

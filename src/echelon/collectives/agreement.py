@@ -1,0 +1,167 @@
+"""Ranks agree on something small: numbers, texts, plain values, a decision, the first failure.
+
+Functions with a `group` use its collectives, and are entered into its ledger. A check or a decision of all
+ranks, which may take minutes, goes through the store of the process group: an operation has a time limit.
+All ranks must call each function, in the same order.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives.group import Group
+from echelon.errors import UserError
+from echelon.launching.group import agree_in_world
+from echelon.launching.messages.byte_collectives import all_gather_bytes
+from echelon.launching.messages.results import decode, encode
+
+T = TypeVar("T")
+
+# Through the store.
+
+
+def check_on_every_rank(check: Callable[[], object]) -> None:
+    """Raise, on every rank, the error that `check` raises on any."""
+
+    def report() -> None:
+        check()
+
+    agree_on_every_rank(report, lambda _: None)
+
+
+def agree_on_every_rank(report: Callable[[], object], decide: Callable[[list[Any]], object]) -> Any:
+    """Return what `decide`, on rank 0, makes of the reports of all ranks, in rank order; both travel as JSON.
+
+    A UserError, of `decide` or of any report, is raised on every rank, and rank 0 decides only when all have
+    reported. Any other error is a PeerLost on the other ranks. Without a process group, this rank is all.
+    """
+    return agree_in_world(report, decide) if dist.is_initialized() else decide([report()])
+
+
+def decide_on_rank_0(decide: Callable[[], object]) -> Any:
+    """Return, on every rank, what `decide` returns on rank 0, as JSON; or raise its UserError."""
+    return agree_in_world(lambda: None, lambda _: decide())
+
+
+def ask_rank_0(fn: Callable[[], T]) -> T:
+    """As `decide_on_rank_0`, for any value that `launch` can return."""
+    text = decide_on_rank_0(lambda: encode(fn()).hex())
+    all_gather_bytes(b"")  # rank 0 may hold the store: it must not end before all have read
+    value: T = decode(bytes.fromhex(text))
+    return value
+
+
+# Through a group.
+
+
+def gather_rows(row: Tensor, group: Group, subject: str) -> Tensor:
+    """Return every rank's `row`, [ranks, …]; nothing is read from the device."""
+    rows = row.new_empty(group.size, *row.shape)
+    with group.ledger.about(subject):
+        group.all_gather(rows, row.contiguous())
+    return rows
+
+
+def gather_values(value: object, group: Group, device: torch.device, subject: str = "agreement") -> list[Any]:
+    """Return every rank's plain values, in rank order; they travel as JSON, so tuples arrive as lists."""
+    text = json.dumps(value)
+    if group.size == 1:
+        return [json.loads(text)]
+    lengths = gather_rows(torch.tensor([len(text)], device=device), group, subject)
+    # JSON is ASCII and ends where its value ends, so blanks are no part of it.
+    padded = bytearray(text.ljust(int(lengths.max())).encode())
+    rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8).to(device), group, subject)
+    return [json.loads(row.numpy().tobytes()) for row in rows.cpu()]
+
+
+def is_same(numbers: Sequence[int], group: Group, device: torch.device) -> bool:
+    """Return whether all ranks have these numbers, as many on each. Reads the device."""
+    with group.ledger.about("agreement"):
+        # One message: the largest of −x is minus the smallest of x.
+        extremes = torch.tensor([numbers, [-number for number in numbers]], device=device)
+        group.all_reduce(extremes, "max")
+    largest, smallest_negated = extremes.tolist()
+    return all(high == -low for high, low in zip(largest, smallest_negated, strict=True))
+
+
+class Difference(NamedTuple):
+    """The first line that differs between rank 0 and `rank`, as each has it."""
+
+    rank: int
+    first: str
+    other: str
+
+
+def check_same_text(
+    lines: Sequence[str], group: Group, device: torch.device, message: Callable[[Difference], str]
+) -> None:
+    """Raise a UserError with `message`, on every rank of the group, unless all have these lines.
+
+    Asked before ranks use what the lines describe: over NCCL, ranks that disagree on the size of a message
+    wait forever, or get each other's memory. The texts move only where two numbers of them differ.
+    """
+    text = "\n".join(lines).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())  # fits an int64
+    if not is_same([len(text), digest], group, device):
+        gathered = gather_values(list(lines), group, device)
+        rank = next(rank for rank, of_rank in enumerate(gathered) if of_rank != gathered[0])
+        pairs = zip_longest(gathered[0], gathered[rank], fillvalue="nothing more")
+        raise UserError(message(Difference(rank, *next(pair for pair in pairs if pair[0] != pair[1]))))
+
+
+@final
+class RankAgreement:
+    """Agreement in an audit, where each rank sees a part and all must continue, or stop, alike.
+
+    Without a group, this rank decides for itself.
+    """
+
+    def __init__(self, group: Group | None, device: torch.device) -> None:
+        self.group, self._device = group, device
+
+    @property
+    def is_late(self) -> bool:
+        """Whether reading `largest` at once would wait for a device."""
+        return self._device.type == "cuda"
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank
+
+    def least(self, *numbers: int) -> list[int]:
+        """Return the smallest of each number over all ranks."""
+        if self.group is None:
+            return list(numbers)
+        negative = torch.tensor([-number for number in numbers], device=self._device)
+        return [-int(number) for number in self.largest(negative).tolist()]
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """Return the largest of each number over all ranks, on their device. Nothing is read there."""
+        on_device = numbers.to(self._device, non_blocking=True)
+        if self.group is not None:
+            with self.group.ledger.about("checks"):
+                self.group.all_reduce(on_device, "max")
+        return on_device
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Return which flags are set on some rank."""
+        return [number < 0 for number in self.least(*(-int(flag) for flag in flags))]
+
+    def gather(self, value: object) -> list[Any]:
+        """Return every rank's plain values, as `gather_values` does."""
+        if self.group is None:
+            return [json.loads(json.dumps(value))]
+        return gather_values(value, self.group, self._device, "checks")
+
+    def check(self, check: Callable[[], object]) -> None:
+        """Raise, on every rank, the UserError that `check` raises on any."""
+        if self.group is None:
+            check()
+        else:
+            check_on_every_rank(check)

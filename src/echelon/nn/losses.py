@@ -1,0 +1,129 @@
+"""Losses as the engine takes them, a total and a count; and the cross-entropy of logits, in chunks of tokens.
+
+With l the logits of a token, m the largest of them and y its target,
+
+    loss          log Σ exp(l − m) + m − l[y]
+    gradient      exp(l − m) / Σ, less 1 at y
+
+The forward pass keeps m and Σ of each token, beside the logits themselves. The backward pass computes the
+softmax of one chunk at a time, in float32 at least, and writes its gradient in the type of the logits: there
+is no copy of all logits, and none of their softmax. Logits may be a part of the vocabulary: then m, Σ and
+l[y] are those of all ranks that hold the other parts.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# The target that a loss leaves out: of padding, and of tokens that are not to be learned. torch and the
+# models of transformers ignore the same number.
+IGNORED_TARGET = -100
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
+
+
+def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:
+    """Return a loss of so many samples as (total, count). A plain mean is one over that many.
+
+    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds.
+    """
+    if isinstance(result, tuple):
+        return _in_float32(result[0]), result[1]
+    return _in_float32(result) * samples, samples
+
+
+def _in_float32(total: Tensor) -> Tensor:
+    return total.to(torch.promote_types(total.dtype, torch.float32))
+
+
+# Elements of a chunk. On a CPU it fits a cache; on a GPU its kernels run longer than it takes to queue them.
+_CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
+
+Reduce = Callable[[Tensor, Literal["sum", "max"]], object]
+
+
+class VocabularyPart(NamedTuple):
+    """Logits from column `begin` on, of `vocabulary` columns. `reduce` sums, or takes the largest, over the
+    ranks that hold the parts: in place, one number per token."""
+
+    begin: int
+    vocabulary: int
+    reduce: Reduce
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
+    """Sum the losses of logits [tokens, columns] against targets [tokens], in float32 at least.
+
+    Tokens whose target is IGNORED_TARGET have no loss. Without `part` the columns are the vocabulary.
+    """
+    whole = VocabularyPart(0, logits.shape[1], _keep)
+    function: Any = _CrossEntropy.apply
+    total: Tensor = function(logits, targets, part or whole)
+    return total
+
+
+def _keep(tensor: Tensor, _: str) -> Tensor:
+    return tensor
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart) -> Tensor:
+        counted = targets != IGNORED_TARGET
+        _check(targets, ~counted, part.vocabulary)
+        columns = targets - part.begin
+        is_here = (columns >= 0) & (columns < logits.shape[1])
+        columns = columns.masked_fill(~is_here, 0)
+        # The chosen logit is 0 on ranks that do not hold the target: the sum over ranks is its owner's.
+        largest = logits.amax(1).to(torch.promote_types(logits.dtype, torch.float32))
+        part.reduce(largest, "max")
+        chosen = logits.gather(1, columns[:, None])[:, 0].to(largest.dtype).masked_fill(~is_here, 0)
+        both = torch.stack([_sums_of_powers(logits, largest), chosen])
+        part.reduce(both, "sum")
+        sums, chosen = both
+        ctx.save_for_backward(logits, largest, sums, columns, is_here & counted, counted)
+        losses: Tensor = sums.log() + (largest - chosen)
+        return losses.masked_fill(~counted, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        logits, largest, sums, columns, is_here, counted = ctx.saved_tensors
+        scales = (gradient / sums).mul_(counted)  # from powers to their part of the gradient
+        at_targets = -gradient * is_here
+        result = torch.empty_like(logits)
+        for chunk in _chunks(logits):
+            softmax = _powers(logits[chunk], largest[chunk]).mul_(scales[chunk, None])
+            result[chunk] = softmax.scatter_add_(1, columns[chunk, None], at_targets[chunk, None])
+        return result, None, None
+
+
+def _check(targets: Tensor, ignored: Tensor, vocabulary: int) -> None:
+    """Refuse targets outside of the vocabulary. On a GPU the check runs there: the host does not wait."""
+    is_right = ((targets >= 0) & (targets < vocabulary) | ignored).all()
+    message = f"a target is not in the vocabulary of {vocabulary}"
+    if targets.device.type != "cpu":
+        torch._assert_async(is_right, message)
+    elif not bool(is_right):
+        raise IndexError(message)
+
+
+def _sums_of_powers(logits: Tensor, largest: Tensor) -> Tensor:
+    sums = torch.empty_like(largest)
+    for chunk in _chunks(logits):
+        sums[chunk] = _powers(logits[chunk], largest[chunk]).sum(1)
+    return sums
+
+
+def _powers(logits: Tensor, largest: Tensor) -> Tensor:
+    """Compute exp(l − m), in the type of `largest` and in memory of its own."""
+    return (logits - largest[:, None]).exp_()
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield tokens 0 … n − 1, then n … 2n − 1, and so on."""
+    elements = _CPU_CHUNK if logits.device.type == "cpu" else _GPU_CHUNK
+    tokens = max(1, elements // max(1, logits.shape[1]))
+    return (slice(begin, begin + tokens) for begin in range(0, len(logits), tokens))

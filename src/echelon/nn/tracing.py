@@ -1,0 +1,41 @@
+"""Code that torch.compile must not trace, and models that it has wrapped.
+
+A compiled layer is traced once and replayed. A message would be traced as one of a single rank, and the
+number of a step as a constant. An `untraced` function splits the trace: it runs each time.
+"""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch import nn
+from torch._compile import _disable_dynamo
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep torch.compile out of a function. torch.compiler.disable would import the compiler at once."""
+    return _disable_dynamo(function)
+
+
+def without_compiling(model: nn.Module) -> nn.Module:
+    """Return the model inside of what torch.compile made of it, with no module compiled.
+
+    A plan changes how modules are called, and names are those of the model itself. `compile=true` in a plan
+    compiles the result.
+    """
+    model = _original(model)
+    for module in list(model.modules()):
+        if module._compiled_call_impl is not None:  # model.compile()
+            module._compiled_call_impl = None
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _original(child)
+    return model
+
+
+def _original(module: nn.Module) -> nn.Module:
+    while isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        module = inner
+    return module

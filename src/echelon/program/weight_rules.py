@@ -1,0 +1,184 @@
+"""Rules of the weights: versions exist when they are used, gathers are paired, gradients come to an update.
+
+F0 B0 F1 B1 REDUCE [TIE] NORM UPDATE PUBLISH
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from echelon.program.instruction import COMPUTE, Instruction, Op, Program
+from echelon.program.rules import ProgramError
+
+_GATHERING = frozenset({Op.GATHER, Op.FREE})
+
+_Reason = tuple[int | None, str]  # the index of an instruction, and what is wrong with it
+
+
+def find_version_errors(program: Program) -> Iterator[ProgramError]:
+    """A version exists when it is used, and a backward uses that of its forward."""
+    for rank, instructions in enumerate(program.ranks):
+        if not _has_one_version(instructions):
+            yield from (ProgramError(rank, index, reason) for index, reason in _versions_of(instructions))
+
+
+def _has_one_version(instructions: Sequence[Instruction]) -> bool:
+    """Whether no version is named, and all computations come before the first update."""
+    ops = [instruction.op for instruction in instructions]
+    behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
+    return COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions)
+
+
+class _Versions:
+    """The versions of a rank's weights, while its list is read."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.stashed: set[tuple[int, int | None]] = set()  # stage and version
+        self._used: dict[tuple[int, int | None], int] = {}  # by stage and microbatch
+
+    def use(self, instruction: Instruction) -> Iterator[str]:
+        """A computation."""
+        _, stage, microbatch, _, given = instruction
+        version = self.newest if given is None else given
+        if version > self.newest:
+            yield f"version {version} does not exist yet: the newest is version {self.newest}"
+        elif version < self.newest and (stage, version) not in self.stashed:
+            yield f"version {version} is gone: it was not stashed, or has been popped"
+        first = self._used.setdefault((stage, microbatch), version)
+        if first != version:
+            yield f"uses version {version}, but its forward used version {first}"
+
+    def stash(self, stage: int, version: int | None) -> Iterator[str]:
+        if (stage, version) in self.stashed:
+            yield f"cannot stash version {version}: it is stashed already"
+        elif version != self.newest:
+            yield f"cannot stash version {version}: the newest is version {self.newest}"
+        self.stashed.add((stage, version))
+
+    def pop(self, stage: int, version: int | None) -> Iterator[str]:
+        if (stage, version) not in self.stashed:
+            yield f"version {version} is not stashed"
+        self.stashed.discard((stage, version))
+
+
+def _versions_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+    versions = _Versions()
+    for index, instruction in enumerate(instructions):
+        op, stage, version = instruction.op, instruction.stage, instruction.version
+        if op in COMPUTE:
+            yield from ((index, reason) for reason in versions.use(instruction))
+        elif op is Op.STASH:
+            yield from ((index, reason) for reason in versions.stash(stage, version))
+        elif op is Op.POP:
+            yield from ((index, reason) for reason in versions.pop(stage, version))
+        elif op is Op.UPDATE:
+            versions.newest += 1
+    for stage, version in sorted(versions.stashed, key=str):
+        yield None, f"version {version} of stage {stage} is stashed and never popped"
+
+
+def find_gather_errors(program: Program) -> Iterator[ProgramError]:
+    """In a program with any GATHER or FREE, they come in pairs around each use."""
+    if any(instruction.op in _GATHERING for work in program.ranks for instruction in work):
+        for rank, instructions in enumerate(program.ranks):
+            yield from (ProgramError(rank, index, reason) for index, reason in _gathers_of(instructions))
+
+
+def _gathers_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+    gathered: dict[int, int] = {}  # by stage: where its GATHER stands
+    for index, (op, stage, _, _, _) in enumerate(instructions):
+        if op is Op.GATHER:
+            if stage in gathered:
+                yield index, f"the weights of stage {stage} are gathered already"
+            gathered[stage] = index
+        elif op is Op.FREE:
+            if gathered.pop(stage, None) is None:
+                yield index, f"the weights of stage {stage} are not gathered: nothing to free"
+        elif op in COMPUTE and stage not in gathered:
+            yield index, f"uses the weights of stage {stage}, which are not gathered"
+    for stage, index in gathered.items():
+        yield index, f"the weights of stage {stage} are gathered and never freed"
+
+
+_FINAL = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after which a weight has its gradient
+
+
+@dataclass
+class _Round:
+    """Where the instructions that lead to one UPDATE stand."""
+
+    fresh: dict[int, int] = field(default_factory=dict)  # by stage: the last backward that is not reduced
+    reduces: dict[int, int] = field(default_factory=dict)  # by stage: the last REDUCE
+    ties: list[int] = field(default_factory=list)
+    norms: list[int] = field(default_factory=list)
+
+    def add(self, index: int, instruction: Instruction) -> None:
+        if instruction.op is Op.REDUCE:
+            self.fresh.pop(instruction.stage, None)
+            self.reduces[instruction.stage] = index
+        elif instruction.op is Op.TIE:
+            self.ties.append(index)
+        elif instruction.op is Op.NORM:
+            self.norms.append(index)
+
+
+def find_update_errors(program: Program) -> Iterator[ProgramError]:
+    """Every gradient comes to an update, through REDUCE, TIE and NORM in this order, and is published."""
+    for rank, instructions in enumerate(program.ranks):
+        yield from (ProgramError(rank, index, reason) for index, reason in _reasons(instructions))
+
+
+def _reasons(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+    part = _Round()
+    unpublished: int | None = None  # the UPDATE whose weights wait for a PUBLISH
+    for index, instruction in enumerate(instructions):
+        op = instruction.op
+        if op in _FINAL:
+            part.fresh[instruction.stage] = index
+        if unpublished is not None and (op in COMPUTE or op is Op.UPDATE):
+            yield (
+                unpublished,
+                "no PUBLISH between this and the next computation: replicas would use old weights",
+            )
+            unpublished = None
+        if op is Op.UPDATE:
+            yield from _of_round(part, index)
+            part, unpublished = _Round(), index
+        elif op is Op.PUBLISH:
+            if unpublished is None:
+                yield index, "no UPDATE before it: there are no new weights to publish"
+            unpublished = None
+        elif instruction.microbatch is None:
+            part.add(index, instruction)
+    yield from _without_update(part)
+    if unpublished is not None:
+        yield unpublished, "no PUBLISH behind it: replicas would keep the old weights"
+
+
+def _of_round(part: _Round, update: int) -> Iterator[_Reason]:
+    last_reduce = max(part.reduces.values(), default=-1)
+    for stage, index in part.fresh.items():
+        yield index, f"no REDUCE of stage {stage} between this and the UPDATE"
+    if not part.norms:
+        yield update, "no NORM before it: put one between the last REDUCE and the UPDATE"
+    for index in part.norms[1:]:
+        yield index, "a second NORM before one UPDATE: keep one"
+    for index in part.norms[:1]:
+        if index < last_reduce:
+            yield index, "a REDUCE of the same UPDATE stands behind it: put NORM behind the last REDUCE"
+    yield from _ties_of(part, last_reduce)
+
+
+def _ties_of(part: _Round, last_reduce: int) -> Iterator[_Reason]:
+    for index in part.ties:
+        if index < last_reduce:
+            yield index, "a REDUCE of the same UPDATE stands behind it: put TIE behind the last REDUCE"
+        elif part.norms and index > part.norms[0]:
+            yield index, "the NORM of the same UPDATE stands before it: put TIE between REDUCE and NORM"
+
+
+def _without_update(part: _Round) -> Iterator[_Reason]:
+    for index in {**part.reduces, **part.fresh}.values():
+        yield index, "no UPDATE behind it: its gradient would be lost"
+    for index in (*part.ties, *part.norms):
+        yield index, "no UPDATE behind it: nothing would use its result"

@@ -1,0 +1,206 @@
+"""offload=optimizer: the user's optimizer over twins in host memory, and who waits for what it makes."""
+
+import socket
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives.mesh import Mesh
+from echelon.errors import UserError
+from echelon.hardware import available_memory, usable_cores
+from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data import Sharing, Zero
+from echelon.parallel.data.zero.weight_access import NewWeights, ResidentWeights
+from echelon.parallel.expert import experts_of
+from echelon.parallel.stage import LocalStages
+from echelon.plan import Plan
+from echelon.quantities import show_bytes
+from echelon.state.ownership import LocalParameter
+from echelon.update.offload.host_twins import HostTwins
+from echelon.update.offload.host_worker import HostWorker
+from echelon.update.offload.optimizer import HostStepper
+from echelon.update.optim.needs import Need, inner_optimizers, need_of
+from echelon.update.parameter_parts import has_parts
+from echelon.update.precision import KeyedRounding, Placement
+
+
+def updates_on_host(plan: Plan) -> bool:
+    return "optimizer" in plan.offload
+
+
+def make_host_stepper(
+    optimizer: torch.optim.Optimizer,
+    local: LocalStages,
+    mesh: Mesh,
+    wrapping: Wrapping,
+    rounding: KeyedRounding | None,
+    placements: Mapping[nn.Parameter, Placement],
+    *,
+    masters: bool,
+) -> HostStepper:
+    """The optimizer, of the model's own parameters, over their twins on the host."""
+    plan = mesh.plan
+    units = [unit for sharing in local.sharings for unit in _units(sharing)]
+    every = [each for unit in units for each in unit]
+    runs = {
+        each.tensor: sharing.host_run(each)
+        for sharing in local.sharings
+        for each in sharing.local_parameters()
+    }
+    twins = HostTwins(
+        every,
+        mesh.boundary,
+        masters=masters,
+        rounding=rounding,
+        placements=placements,
+        host_runs={tensor: run for tensor, run in runs.items() if run is not None},
+        in_place=plan.delay == 0,
+    )
+    stepper = HostStepper(
+        lambda _: optimizer,
+        local.trained(),
+        units,
+        twins,
+        mesh.boundary,
+        HostWorker(mesh.device, _num_threads(mesh)),
+        delay=plan.delay > 0,
+        in_backward=plan.update != "step",
+    )
+    watched = [
+        NewWeights(sharing.parameter_set, sharing.kept_whole(), stepper.wait, wrapping)
+        for sharing in local.sharings
+    ]
+
+    def expect(expected: Sequence[LocalParameter]) -> None:
+        for each in watched:
+            each.expect(expected)
+
+    def arrive(arrived: Sequence[LocalParameter]) -> None:
+        for each in watched:
+            each.arrive(arrived)
+
+    stepper.weights.on_expect, stepper.weights.on_arrive = expect, arrive
+    resident = [
+        ResidentWeights(sharing.resident_parameters(), stepper.check)
+        for sharing in local.sharings
+        if isinstance(sharing, Zero)
+    ]
+
+    def hide_all() -> None:
+        for of_set in watched:
+            of_set.hide()
+        for of_zero in resident:
+            of_zero.hide()
+
+    stepper.on_failure = hide_all
+    for sharing in local.sharings:
+        sharing.expect_weights(stepper.wait)
+    return stepper
+
+
+def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Refuse what cannot update on the host."""
+    name, plan = type(optimizer).__name__, mesh.plan
+    if any(group.get("capturable") for each in inner_optimizers(optimizer) for group in each.param_groups):
+        raise UserError(
+            f"optimizer {name}(capturable=True) with plan '{plan}': it is for CUDA graphs, and the update "
+            "runs on the host; drop capturable, or offload=optimizer"
+        )
+    need = need_of(optimizer)
+    if has_parts(plan) and need is Need.WHOLE:
+        raise UserError(
+            f"optimizer {name} with plan '{plan}': it needs whole parameters, which ranks would put together "
+            "on a device, and the update runs on the host; use zero=0, tensor=1 and expert=1, or drop "
+            "offload=optimizer"
+        )
+    if has_parts(plan) and need is Need.SUMS and mesh.device.type == "cuda" and mesh.group("all").size > 1:
+        raise UserError(
+            f"optimizer {name} with plan '{plan}': ranks add up its sums over a network of GPUs, and the "
+            "update runs on the host; use zero=0, tensor=1 and expert=1, another optimizer, or drop "
+            "offload=optimizer"
+        )
+
+
+def _units(sharing: Sharing) -> list[list[LocalParameter]]:
+    """The local parameters of a set by its units, in the order of the model; what is in none comes last."""
+    units = sharing.parameter_set.units
+    number = {parameter: index for index, unit in enumerate(units) for _, parameter in unit.parameters}
+    groups: list[list[LocalParameter]] = [[] for _ in range(len(units) + 1)]
+    for each in sharing.local_parameters():
+        groups[number.get(each.parameter, len(units))].append(each)
+    return [group for group in groups if group]
+
+
+def _num_threads(mesh: Mesh) -> int | None:
+    """A rank's share of the cores, beside a GPU; on the CPU, those that the rank computes with."""
+    if mesh.device.type != "cuda":
+        return None
+    return max(1, usable_cores() // max(1, min(mesh.plan.ranks, torch.cuda.device_count())))
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NO_LIMIT = 2**62
+
+
+def check_host_memory(needs: Mapping[str, int], mesh: Mesh) -> None:
+    """Raise, on every rank, if the ranks of some machine need more of its memory than is there. All ranks
+    call this with the same categories; `needs`: the bytes of each that this rank will take."""
+    if not mesh.plan.offload:
+        return
+    free = available_memory()
+    own = [_machine(), _NO_LIMIT if free is None else free, *needs.values()]
+    rows = _all_rows(torch.tensor(own, dtype=torch.int64, device=mesh.device), mesh)
+    for machine in dict.fromkeys(row[0] for row in rows):
+        local = [row[1:] for row in rows if row[0] == machine]
+        sizes = dict(zip(needs, map(sum, zip(*(row[1:] for row in local), strict=True)), strict=True))
+        free = min(row[0] for row in local)
+        if sum(sizes.values()) > free:
+            raise UserError(_message(sizes, free, len(local), mesh))
+
+
+def parameter_bytes(modules: Mapping[int, nn.Module], mesh: Mesh, resident_bytes: int) -> int:
+    """What offload=parameters puts into host memory on this rank; 0 without it. On a CPU weights that have
+    values only move."""
+    if "parameters" not in mesh.plan.offload:
+        return 0
+    parameters = {p for module in modules.values() for p in module.parameters()}
+    if mesh.device.type == "cpu" and not any(p.is_meta for p in parameters):
+        return 0
+    experts = {p for module in modules.values() for p in experts_of(module)}
+    total = _held_bytes(parameters - experts, mesh, "shard")
+    total += _held_bytes(experts, mesh, "expert_shard") if experts else 0
+    return max(0, total - resident_bytes)
+
+
+def _held_bytes(parameters: Iterable[nn.Parameter], mesh: Mesh, axis: str) -> int:
+    """Of the part that this rank has, if the ranks along `axis` share them out."""
+    parts = mesh.group(axis).size if mesh.plan.zero == 3 else 1
+    return sum(p.numel() * p.element_size() for p in parameters) // parts
+
+
+def _machine() -> int:
+    """The same number for all processes of one machine, or container."""
+    boot = _BOOT.read_text() if _BOOT.exists() else ""
+    return zlib.crc32(f"{socket.gethostname()} {boot}".encode())
+
+
+def _all_rows(own: Tensor, mesh: Mesh) -> list[list[int]]:
+    group = mesh.group("all")
+    rows = own.new_empty(group.size, len(own))
+    with group.ledger.about("agreement"):
+        group.all_gather(rows, own)
+    numbers: list[list[int]] = rows.tolist()
+    return numbers
+
+
+def _message(sizes: Mapping[str, int], free: int, ranks: int, mesh: Mesh) -> str:
+    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in sizes.items() if size)
+    together = f"the {ranks} ranks of a machine put" if ranks > 1 else "it puts"
+    return (
+        f"plan '{mesh.plan}': {together} {show_bytes(sum(sizes.values()))} into host memory ({parts}), and "
+        f"{show_bytes(free)} of it is available; offload less, use more machines with zero=3, or a smaller "
+        "model; with offload=parameters resident_bytes keeps a part of the weights on the device"
+    )

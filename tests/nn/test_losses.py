@@ -1,0 +1,108 @@
+"""Losses as total and count; the cross-entropy in chunks of tokens, against torch's of all tokens at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.nn import losses
+from echelon.nn.losses import summed_cross_entropy, total_and_count
+from tests.peak_memory import PeakMemory
+
+TOKENS, VOCAB = 13, 7
+
+
+def logits_and_targets(scale: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=generator)
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    targets[2] = targets[12] = -100
+    return logits.to(dtype).requires_grad_(), targets
+
+
+def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_CPU_CHUNK", tokens * VOCAB)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 13])
+@pytest.mark.parametrize("scale", [3.0, 1e4])
+def test_value_and_gradient_are_those_of_torch(
+    scale: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks_of(tokens, monkeypatch)
+    logits, targets = logits_and_targets(scale)
+    expected = F.cross_entropy(logits, targets, reduction="sum")
+    total = summed_cross_entropy(logits, targets)
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
+    (gradient,) = torch.autograd.grad(0.7 * total, logits)
+    (expected_gradient,) = torch.autograd.grad(0.7 * expected, logits)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_a_low_type_are_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks_of(5, monkeypatch)
+    logits, targets = logits_and_targets(3.0, dtype)
+    total = summed_cross_entropy(logits, targets)
+    exact = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(total, logits)
+    (expected_gradient,) = torch.autograd.grad(expected, exact)
+    assert (total.dtype, gradient.dtype) == (torch.float32, dtype)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_logits_of_minus_infinity_have_neither_loss_nor_gradient() -> None:
+    logits, targets = logits_and_targets(3.0)
+    masked = torch.cat([logits.detach(), torch.full((TOKENS, 2), -torch.inf)], 1).requires_grad_()
+    total, expected = summed_cross_entropy(masked, targets), summed_cross_entropy(logits, targets)
+    (gradient,) = torch.autograd.grad(total, masked)
+    (expected_gradient,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(gradient[:, :VOCAB], expected_gradient, rtol=1e-12, atol=1e-15)
+    assert not gradient[:, VOCAB:].any()
+
+
+def test_memory_is_the_gradient_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 copy of the logits was kept for the backward pass, and another was its gradient."""
+    tokens, vocab = 1024, 512
+    monkeypatch.setattr(losses, "_CPU_CHUNK", 16 * vocab)
+    logits = torch.randn(tokens, vocab).bfloat16().requires_grad_()
+    with PeakMemory() as memory:
+        summed_cross_entropy(logits, torch.arange(tokens) % vocab).backward()
+    chunk, numbers_of_tokens = 16 * vocab * 4, tokens * 64
+    assert logits.nbytes <= memory.peak <= logits.nbytes + chunk + numbers_of_tokens
+
+
+def test_the_backward_pass_keeps_the_logits_themselves() -> None:
+    logits, targets = logits_and_targets(3.0)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
+        summed_cross_entropy(logits, targets)
+    assert [tensor.data_ptr() for tensor in saved if tensor.ndim == 2] == [logits.data_ptr()]
+
+
+def test_no_tokens_have_no_loss() -> None:
+    logits = torch.zeros(0, VOCAB, requires_grad=True)
+    total = summed_cross_entropy(logits, torch.zeros(0, dtype=torch.int64))
+    total.backward()
+    assert total == 0
+    assert logits.grad is not None
+    assert logits.grad.shape == (0, VOCAB)
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB])
+def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
+    logits, targets = logits_and_targets(3.0)
+    targets[4] = target
+    with pytest.raises(IndexError, match="a target is not in the vocabulary of 7"):
+        summed_cross_entropy(logits, targets)
+
+
+def test_a_mean_counts_samples_and_a_pair_counts_itself() -> None:
+    total, count = total_and_count(torch.tensor(2.0), 3)
+    assert (float(total), count) == (6.0, 3)
+    assert total_and_count((torch.tensor(8.0), 4), 3) == (torch.tensor(8.0), 4)
