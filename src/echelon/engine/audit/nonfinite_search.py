@@ -54,14 +54,14 @@ class NonfiniteSearch:
         self._kept = {step: kept for step, kept in self._kept.items() if step > error.step}
         if batch is None:
             return error
-        found = self._search(batch, error.step)
-        reports = [Report.parse(each) for each in self._agreement.gather(found.plain())]
+        rows = self._agreement.gather(self._search(batch, error.step).firsts())  # as lists, by JSON
+        reports = [Report([Finding(*each) for each in findings], *others) for findings, *others in rows]
         return NonfiniteError.of(error.count, error.step, explain(reports))
 
     def _search(self, batch: Batch, step: int) -> "Report":
         state, modules = self._state, self._state.modules
         mesh, local = state.mesh, state.local
-        report = Report(weights=_wrong_weights(local), batch=_wrong_parts(batch))
+        report = Report([], _wrong_weights(local), _wrong_parts(batch), [])
         names = {module: name for name, module in state.module.named_modules()}
         hooks = _PassHooks(self._runner, names, report.findings, mesh.rank)
         with (
@@ -206,26 +206,20 @@ class Finding(NamedTuple):
         return f"{self.value}, on rank {self.rank} in microbatch {self.place[0]} of the last of these batches"
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     """Findings of one rank: in passes, in its weights, in its batch, in the sums of gradients."""
 
-    findings: list[Finding] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
-    batch: list[str] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
+    findings: list[Finding]
+    weights: list[str]
+    batch: list[str]
+    gradients: list[str]
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON may have it: of the many that follow from one, the first of each kind."""
+    def firsts(self) -> "Report":
+        """Keep the first finding of each kind, of the many that follow from one."""
         firsts: dict[tuple[str, bool], Finding] = {}
         for finding in sorted(self.findings, key=Finding.order):
             firsts.setdefault((finding.kind, finding.is_masking), finding)
-        return {**vars(self), "findings": [list(finding) for finding in firsts.values()]}
-
-    @classmethod
-    def parse(cls, plain: dict[str, Any]) -> "Report":
-        findings = [Finding(*each)._replace(place=tuple(each[5])) for each in plain["findings"]]
-        return cls(findings, plain["weights"], plain["batch"], plain["gradients"])
+        return self._replace(findings=list(firsts.values()))
 
 
 def explain(reports: Sequence[Report]) -> str:

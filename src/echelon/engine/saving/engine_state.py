@@ -29,7 +29,7 @@ from echelon.parallel.tensor.regions import Multiplier
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
-from echelon.state.ownership import ENGINE, OwnedSlice, Slice, StateNames, whole_slice
+from echelon.state.ownership import ENGINE, VALUE, OwnedSlice, Slice, StateNames, whole_slice
 from echelon.state.weight_files.tensor_file import DTYPES
 from echelon.update.numbers import Number
 from echelon.update.update import InWhole, Update
@@ -97,7 +97,7 @@ class EngineState:
     def buffers(self) -> list[OwnedSlice]:
         """List the buffers of the state dict."""
         return [
-            OwnedSlice(whole_slice(name, buffer), buffer)
+            _own(name, buffer)
             for name, buffer in self.module.state_dict(keep_vars=True).items()
             if isinstance(buffer, Tensor) and name in self.names.state and name not in self.names.parameters
         ]
@@ -105,7 +105,7 @@ class EngineState:
     def temporary_buffers(self, *, changed: bool = False) -> list[OwnedSlice]:
         """List the buffers that no state dict has; `changed`: those that were changed, or not there."""
         return [
-            OwnedSlice(whole_slice(name, buffer, TEMPORARY), buffer)
+            _own(name, buffer, TEMPORARY)
             for name, buffer in _temporary(self.module)
             if not changed or self._first_marks.get(name) != _mark(buffer)
         ]
@@ -114,9 +114,9 @@ class EngineState:
         """List all that this rank has to save, with `counters` of its runner. Raises on every rank if a part
         of it cannot be saved."""
         slices = [*self.owned(), *self._counters(counters), *self.temporary_buffers(changed=True)]
-        slices += [_bytes(LEARNED, f"rank {self.mesh.rank}", _json_bytes(learned_order(self.local)))]
+        slices += [_own(LEARNED, _json_bytes(learned_order(self.local)), f"rank {self.mesh.rank}")]
         if self.seed == -1:
-            slices += [_bytes(RANDOM, part, random) for part, random in self._random_states().items()]
+            slices += [_own(RANDOM, random, part) for part, random in self._random_states().items()]
 
         def add_and_check() -> None:
             slices.extend(_extra_state(self.module))
@@ -219,8 +219,8 @@ def _number(part: str, value: Number) -> OwnedSlice:
     return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
 
 
-def _bytes(name: str, part: str, data: Tensor) -> OwnedSlice:
-    return OwnedSlice(whole_slice(name, data, part), data)
+def _own(name: str, tensor: Tensor, part: str = VALUE) -> OwnedSlice:
+    return OwnedSlice(whole_slice(name, tensor, part), tensor)
 
 
 def _json_bytes(value: Any) -> Tensor:
@@ -246,7 +246,7 @@ def _extra_state(module: nn.Module) -> list[OwnedSlice]:
                 f"must return a tensor, or lists, dicts, strings and numbers ({error})"
             )
             continue
-        owned.append(_bytes(name, JSON, data))
+        owned.append(_own(name, data, JSON))
     raise_errors("the extra state of modules, which cannot be saved", errors)
     return owned
 

@@ -222,6 +222,7 @@ def _like(now: Any, value: Any) -> Any:
 # What a checkpoint has, compared with what an engine needs: names, shapes, types, the optimizer's state.
 
 _MOST = 20  # names in one list
+_KINDS = ("is_floating_point", "is_complex")
 
 
 def name_errors(saved: SavedState, names: StateNames) -> list[str]:
@@ -260,19 +261,10 @@ def value_errors(saved: SavedState, held: Iterable[OwnedSlice]) -> list[str]:
             continue
         if record.shape != shape:
             errors[name] = f"{name} has shape {record.shape} in the checkpoint, and {shape} in the model"
-        elif _kind(record.dtype) != _kind(dtype):
-            errors[name] = (
-                f"{name} is {_text(record.dtype)} in the checkpoint, and {_text(dtype)} in the model"
-            )
+        elif any(getattr(record.dtype, kind) != getattr(dtype, kind) for kind in _KINDS):
+            saved_type, own_type = (str(each).removeprefix("torch.") for each in (record.dtype, dtype))
+            errors[name] = f"{name} is {saved_type} in the checkpoint, and {own_type} in the model"
     return _listed(errors.values())
-
-
-def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    return dtype.is_floating_point, dtype.is_complex
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
