@@ -27,7 +27,7 @@ from echelon.plan import Plan
 from echelon.program import Program, Span, build, simulate
 from echelon.program.simulate import measured_costs
 from echelon.program.timeline import bubble_of
-from echelon.train.small_training import Batch, by_step, make_batch, make_engine, spans_of
+from echelon.train.rehearsal import Batch, by_step, make_batch, make_engine, spans_of
 
 _RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample per microbatch
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "naive", "zero-bubble")

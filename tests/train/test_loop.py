@@ -9,7 +9,7 @@ import echelon
 from echelon.collectives import Move, Traffic
 from echelon.launching import Ranks
 from echelon.launching.watch import pulse
-from echelon.train import language_task, loop
+from echelon.train import loop, task
 from echelon.train.events import Evaluated, Event, Sampled, Stepped
 from echelon.train.jobs.job import Job, ModelJob
 from tests.cases import Perceptron, adamw, mean_loss, vectors
@@ -50,7 +50,7 @@ def sample_place(job: Job, folder: Path) -> list[str]:
     """Where a rank says that it is while it writes the sample of a training."""
     events: list[Event] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language_task, "sample", lambda *_: pulse.read_own().instruction)
+        patch.setattr(task, "sample", lambda *_: pulse.read_own().instruction)
         loop.train_rank(job, folder, events.append)
     return [event.text for event in events if isinstance(event, Sampled)]
 

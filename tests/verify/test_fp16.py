@@ -14,8 +14,8 @@ from echelon.program.build import continuous_steps
 from echelon.update.optim import SM3, Adafactor
 from echelon.update.precision import DynamicScale
 from echelon.verify import Case, LowPrecisionVerdict, verify
-from echelon.verify.pipedream import _made_in, train_by_formula
 from echelon.verify.reference import train_on_one_device
+from echelon.verify.replay import _made_in, train_by_formula
 from tests.cases import adamw, perceptron_case, sgd
 from tests.contract_models import token_loss, tokens
 from tests.overflows import overflow_case

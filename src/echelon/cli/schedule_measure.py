@@ -109,7 +109,7 @@ def _figures(request: ScheduleRequest, rehearsal: "Rehearsal") -> str:
     shared = f", which share {cores} cores" if ranks > cores else ""
     return (
         f"bubble of {request.bubble_of}: {rehearsal.bubble:.1%} measured "
-        f"(median of {len(rehearsal.turns)} turns), {rehearsal.planned_bubble:.1%} {_PLANNED}: "
+        f"(median of {len(rehearsal.rounds)} turns), {rehearsal.planned_bubble:.1%} {_PLANNED}: "
         f"{points:+.1f} points\n"
         f"a GPT of {rehearsal.model.layers} blocks on {ranks} ranks of this machine{shared}; "
         f"a transfer takes {show_seconds(float(rehearsal.costs.transfer))}"

@@ -10,7 +10,7 @@ where the device is the CPU.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
 from echelon.nn.tracing import untraced
+from echelon.parallel.observer import ForwardPass, StepObserver
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
@@ -44,7 +45,7 @@ class Memory(NamedTuple):
         return sum(self.now.values())
 
 
-class Meter:
+class Meter(StepObserver):
     """Watches one rank's model; `storages` tells what holds each category but activations, and `host` what is
     held in the memory of the host."""
 
@@ -67,13 +68,17 @@ class Meter:
         now, host = self._measure()
         return Memory(now, dict(self._peak), self._peak_total, host, dict(self._host_peak))
 
-    def start_step(self) -> None:
-        self._steps += 1
-
     def sample(self) -> None:
         """Raise the peaks to what memory holds now, in the steps that are metered."""
-        if self._steps <= METERED_STEPS:
+        if self._steps < METERED_STEPS:
             self._measure()
+
+    def before_reduce(self) -> None:
+        self.sample()
+
+    def after_step(self) -> None:
+        self.sample()
+        self._steps += 1
 
     def _measure(self) -> tuple[dict[str, int], dict[str, int]]:
         on_host = self._host()
@@ -90,12 +95,12 @@ class Meter:
             self._host_peak[category] = max(self._host_peak[category], size)
         return now, host
 
+    def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:  # noqa: ARG002
+        return self.activations() if self._steps < METERED_STEPS else None
+
     @contextmanager
     def activations(self) -> Iterator[None]:
         """Count what autograd saves inside, until the backward pass lets it go."""
-        if self._steps > METERED_STEPS:
-            yield
-            return
         held = {
             address_of(tensor)
             for tensor in [
@@ -136,7 +141,8 @@ class _Saved:
     """A tensor that autograd keeps; tells the meter when it is let go."""
 
     def __init__(self, tensor: Tensor, meter: Meter | None) -> None:
-        # Without its history: an output that holds its own graph would never be freed if nobody goes back.
+        # Without its history: an output that holds its own graph would never be freed without a backward
+        # pass.
         self._tensor, self._meter, self._version = tensor.detach(), meter, tensor._version
         if meter is not None:
             self._storage = (address_of(tensor), tensor.untyped_storage().nbytes())

@@ -42,7 +42,7 @@ def build(
 
 
 def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> Program:
-    """What the plan's schedule does in a step, checked. `ties`: stages share weights.
+    """Return the program of the plan's schedule, checked. `ties`: stages share weights.
 
     `microbatches`: those that a replica with few samples has, if not the plan's.
     """
@@ -124,7 +124,8 @@ def _replicas(program: Program) -> tuple[int, ...]:
 
 
 def _ends_once(program: Program, rank: int) -> bool:
-    """Whether a rank sums each stage's gradients once, after its last backward, and then updates once."""
+    """Return whether a rank sums each stage's gradients once, after its last backward, and then updates
+    once."""
     ops = [instruction.op for instruction in program.ranks[rank]]
     stages = program.stages_of(rank)
     if ops.count(Op.REDUCE) != len(stages) or ops.count(Op.UPDATE) != 1:

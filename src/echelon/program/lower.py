@@ -77,12 +77,12 @@ def _receives(
             early.add(messages[0])
             yield messages.popleft()
         yield messages.popleft()
-    else:  # sent in an earlier step of a pipeline that never drains; or by nobody, which the check reports
+    else:  # sent in an earlier step of a pipeline that never drains; or by no rank, which the check reports
         yield receive
 
 
 def _send(program: Program, rank: int, instruction: Instruction) -> Transfer:
-    """What a rank sends after an instruction."""
+    """Return the send that follows an instruction, if any."""
     if instruction.op is Op.FORWARD:
         op, neighbour = Op.SEND_ACTIVATION, instruction.stage + 1
     elif instruction.op in GRADIENT:

@@ -152,7 +152,7 @@ def find_duplicates(program: Program) -> Iterator[ProgramError]:
 
 
 def find_unmet_needs(program: Program) -> Iterator[ProgramError]:
-    """What an instruction needs of its own rank stands before it."""
+    """Find instructions whose needs do not stand before them on their own rank."""
     period = program.round
     for rank, instructions in enumerate(program.ranks):
         done = _Done()
@@ -232,7 +232,7 @@ _Slot = tuple[int, int | None]  # stage, microbatch
 
 
 def find_copy_errors(program: Program) -> Iterator[ProgramError]:
-    """What is stored is fetched before each part of its backward, and not behind it."""
+    """Find activations that are stored and not fetched before each part of their backward."""
     for rank, instructions in enumerate(program.ranks):
         if any(instruction.op in COPIES for instruction in instructions):
             yield from _copies_of(program, rank, instructions)

@@ -122,19 +122,20 @@ class _Lanes:
         self._ends: dict[tuple[Op, _Slot], Seconds] = {}
 
     def copy(self, op: Op, slot: _Slot, now: Seconds) -> tuple[Seconds, Seconds]:
-        """When a copy that is asked for now starts and ends. A fetch waits for its store."""
+        """Return the start and the end of a copy that is issued now. A fetch waits for its store."""
         start = max(now, self._free[op], self._ends.get((Op.STORE, slot), 0))
         end = start + self._costs[op][slot[0]]
         self._free[op] = self._ends[op, slot] = end
         return start, end
 
     def fetched(self, slot: _Slot) -> Seconds:
-        """When a backward finds all that its forward saved."""
+        """Return when all that a forward saved is back for its backward."""
         return self._ends.get((Op.FETCH, slot), 0)
 
 
 class _Meetings:
-    """When the ranks of a rendezvous are all there: computed once, since its ranks share their causes."""
+    """The times at which the ranks of a rendezvous have all arrived: computed once, since its ranks share
+    their causes."""
 
     def __init__(self, ends: Sequence[Sequence[Seconds]]) -> None:
         self._ends = ends

@@ -18,7 +18,7 @@ WORK = COMPUTE | {Op.UPDATE}  # what keeps a rank busy; all else is communicatio
 
 
 class Span(NamedTuple):
-    """When a rank executed an instruction: in a simulation, or in a real step."""
+    """The time in which a rank executed an instruction: in a simulation, or in a real step."""
 
     rank: int
     start: Seconds
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each instruction of each rank starts and ends."""
+    """Start and end of each instruction of each rank."""
 
     program: Program
     starts: tuple[tuple[Seconds, ...], ...]

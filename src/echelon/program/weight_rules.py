@@ -22,7 +22,7 @@ def find_version_errors(program: Program) -> Iterator[ProgramError]:
 
 
 def _has_one_version(instructions: Sequence[Instruction]) -> bool:
-    """Whether no version is named, and all computations come before the first update."""
+    """Return whether no version is named, and all computations come before the first update."""
     ops = [instruction.op for instruction in instructions]
     behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
     return COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions)
@@ -105,7 +105,7 @@ _FINAL = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after which a weight ha
 
 @dataclass
 class _Round:
-    """Where the instructions that lead to one UPDATE stand."""
+    """The places of the instructions that lead to one UPDATE."""
 
     fresh: dict[int, int] = field(default_factory=dict)  # by stage: the last backward that is not reduced
     reduces: dict[int, int] = field(default_factory=dict)  # by stage: the last REDUCE

@@ -65,7 +65,7 @@ class Logbook:
 
     @property
     def has_started(self) -> bool:
-        """Whether ranks began to train: before that there is nothing to keep."""
+        """True if ranks began to train: before that there is nothing to keep."""
         return self._started is not None
 
     @property

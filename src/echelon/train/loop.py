@@ -23,12 +23,11 @@ from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.jobs.job import Job
-from echelon.train.jobs.memory_fit import refuse_small_device, state_bytes
+from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
 from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
-from echelon.train.runs.stop_request import StopRequest
-from echelon.train.task import Task
-from echelon.train.tasks import open_task
+from echelon.train.runs.stopping import StopRequest
+from echelon.train.task import Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
 
@@ -89,7 +88,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
                 return step - 1
             training.step(step)
         except (LossSpikeError, NonfiniteError) as trouble:
-            step = training.go_back(trouble)
+            step = training.roll_back(trouble)
     training.tell_last_skipped()
     engine.export(folder / "model")
     checkpoints.finish()
@@ -114,18 +113,19 @@ class _Training:
         self._unread: deque[_Unread] = deque()
         self._audit: list[AuditResult] = []
         self._num_skipped = 0  # the last steps in a row
-        # Where a look may lead back, all ranks take it after the same step.
+        # Where reading a loss may lead back, all ranks read it after the same step.
         self._looks_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
 
     def step(self, step: int) -> None:
-        """Train `step`; look at it, or at the one before. Raises a LossSpikeError if that has jumped."""
+        """Train `step`; read its numbers, or those of the one before. Raises a LossSpikeError if that has
+        jumped."""
         engine, task, job = self._engine, self._task, self._job
         metrics = engine.step(task.training.at(self._checkpoints.batch_of(step), self._part))
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
             self._report(Audited(tuple(self._audit)))
         self._unread.append(_Unread(step, metrics, _record(engine) if self._first else None))
-        # A look at a step that is not done would leave a GPU idle until the next one is begun.
+        # Reading a step that is not done would leave a GPU idle until the next one is begun.
         if _due(step, job) or self._checkpoints.is_due(step) or (self._looks_early and metrics.is_ready):
             self.look_at_all()
         elif len(self._unread) > 1:
@@ -159,14 +159,14 @@ class _Training:
         self._report(event)
 
     def tell_last_skipped(self) -> None:
-        """Of a training that ends with steps that were too few to be an error."""
+        """Report a training that ends with skipped steps that were too few to be an error."""
         if self._num_skipped and self._first:
             which = (
                 "the last step was" if self._num_skipped == 1 else f"the last {self._num_skipped} steps were"
             )
             self._report(Noted(f"{which} skipped: the loss or the gradients were not finite"))
 
-    def go_back(self, error: LossSpikeError | NonfiniteError) -> int:
+    def roll_back(self, error: LossSpikeError | NonfiniteError) -> int:
         """Go on from a checkpoint, without the batches that led here: returns its step, or raises."""
         self._unread.clear()
         event = self._rollbacks.after(error)
@@ -219,7 +219,7 @@ def _due(step: int, job: Job) -> bool:
 
 
 class _Record(NamedTuple):
-    """What rank 0 tells of a step beside its metrics; times are read with these."""
+    """Details of a step that rank 0 reports beside its metrics; times are read with these."""
 
     learning_rate: float
     memory_bytes: int
@@ -228,7 +228,7 @@ class _Record(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """A step whose numbers nobody has looked at; `record` is for rank 0, which reports it."""
+    """A step whose numbers are not read yet; `record` is for rank 0, which reports it."""
 
     step: int
     metrics: Metrics
@@ -236,7 +236,7 @@ class _Unread(NamedTuple):
 
 
 def _record(engine: Engine) -> _Record:
-    """Of the step that was queued last. Waits for nothing."""
+    """Return the gate loads of the step that was queued last. Waits for nothing."""
     return _Record(
         engine.learning_rate,
         engine.memory().peak_total,

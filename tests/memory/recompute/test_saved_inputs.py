@@ -59,7 +59,7 @@ def test_the_first_step_finds_the_size_and_later_ones_use_it() -> None:
         assert [float(each.take()[0, 0]) for each in kept] == [0.0, 1.0, 2.0]
         places.append([each.take().data_ptr() - inputs.memory.data_ptr() for each in kept])
         del kept
-        inputs.finish_step()
+        inputs.after_passes()
     assert len(inputs.memory) == 3 * 256
     assert places[1] == places[2] == [0, 256, 512]
 
@@ -73,7 +73,7 @@ def test_a_slot_is_taken_while_any_tensor_lies_in_it() -> None:
         other = inputs.keep(hidden(2.0), None, ARGUMENT)
         assert inside.tolist() == [[1.0] * 16], "the first one's slot is not free"
         del inside, other
-        inputs.finish_step()
+        inputs.after_passes()
     before = inputs.keep(hidden(3.0), None, ARGUMENT).take().data_ptr()
     assert inputs.keep(hidden(4.0), None, ARGUMENT).take().data_ptr() == before, "now it is"
 
@@ -84,7 +84,7 @@ def test_larger_batches_take_other_memory_until_the_next_step() -> None:
         kept = inputs.keep(hidden(1.0, samples), None, ARGUMENT)
         assert kept.take().shape == (samples, 16)
         del kept
-        inputs.finish_step()
+        inputs.after_passes()
     assert len(inputs.memory) == 40 * 16 * 4
     place = inputs.keep(hidden(1.0, 40), None, ARGUMENT).take()
     assert place.data_ptr() == inputs.memory.data_ptr()
@@ -116,7 +116,7 @@ def test_a_microbatch_that_goes_forward_does_not_write_into_one_that_waits() -> 
         third = model(vectors(2)).square().sum()
         second.backward()
         third.backward()
-        inputs.finish_step()
+        inputs.after_passes()
     gradients = [p.grad for p in model.parameters()]
     torch.manual_seed(0)
     plain = mlp().double()

@@ -98,12 +98,12 @@ def test_memory_grows_only_if_more_was_needed() -> None:
     kept = inputs.keep(hidden, None, ARGUMENT)
     assert (len(inputs.memory), inputs.kept_bytes(hidden, ARGUMENT)) == (0, 400)
     assert torch.equal(kept.take(), hidden)
-    inputs.finish_step()
+    inputs.after_passes()
     memory = inputs.memory
     assert len(memory) == 512
     kept = inputs.keep(hidden, None, ARGUMENT)
     assert kept.take().data_ptr() == memory.data_ptr()
-    inputs.finish_step()
+    inputs.after_passes()
     assert inputs.memory is memory
     for other in (
         hidden.detach(),

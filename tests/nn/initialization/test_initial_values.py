@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.models import build
 from echelon.nn.initialization import InitialValues, deferred, is_deferred, named_tensors
+from echelon.nn.initialization.tape import Tape, recording
 from echelon.state.ownership import Slice
 
 CPU = torch.device("cpu")
@@ -135,6 +137,19 @@ def test_what_cannot_be_replayed_is_named() -> None:
     assert "echelon.deferred(lambda: …)" in errors[0]
     empty = InitialValues(deferred(lambda: nn.ParameterList([torch.empty(3)])), CPU).errors()
     assert empty == ["0: nothing gave it values while the model was built; initialise it there"]
+
+
+def test_torch_s_initialisers_do_not_see_the_meta_device() -> None:
+    """Those of some versions of torch give a tensor there no values at all."""
+
+    def is_seen(tensor: Tensor) -> bool:
+        return tensor.is_meta
+
+    is_seen_by_torch = FunctionType(is_seen.__code__, vars(nn.init))
+    with recording(Tape()):
+        tensor = torch.empty(2)
+        assert is_seen(tensor)
+        assert not is_seen_by_torch(tensor)
 
 
 def test_changes_after_the_recording_are_refused() -> None:

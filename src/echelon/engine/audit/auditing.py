@@ -24,8 +24,8 @@ from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
 from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping

@@ -34,6 +34,7 @@ from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.model_checks import is_cut
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.missing_operation import missing_operation
+from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import (
     as_checks,
@@ -41,7 +42,6 @@ from echelon.engine.step.side_effects import (
     without_autocast_cache,
     without_side_effects,
 )
-from echelon.engine.step.step_runner import StepRunner
 from echelon.errors import UserError
 from echelon.memory.gist import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates

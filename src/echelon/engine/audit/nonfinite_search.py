@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map_only
 
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.saving.engine_state import EngineState
-from echelon.engine.step.flushed_runner import FlushedRunner
+from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.side_effects import as_checks, without_side_effects
 from echelon.nn.batch import Batch, tensors_of
+from echelon.parallel.observer import LossPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.program import Instruction, Op
 from echelon.update.nonfinite import NonfiniteError
@@ -36,8 +37,9 @@ _NAMED = 3
 class NonfiniteSearch:
     """Runs a batch again on all ranks together, between steps."""
 
-    def __init__(self, runner: FlushedRunner, state: EngineState) -> None:
-        self._runner, self._state = runner, state
+    def __init__(self, runner: StepRunner, replay: Callable[[Batch, int], None], state: EngineState) -> None:
+        """`replay` runs the passes of a step again, without its update."""
+        self._runner, self._replay, self._state = runner, replay, state
         mesh = state.mesh
         self._agreement = RankAgreement(mesh.group("all") if mesh.plan.ranks > 1 else None, mesh.device)
         self._kept: dict[int, Batch] = {}  # of steps that may be the last that is skipped
@@ -69,16 +71,16 @@ class NonfiniteSearch:
             without_side_effects(local.modules, modules, mesh.device),
             hooks.attached(dict.fromkeys(each for stage in local.modules for each in stage.modules())),
         ):
-            self._runner.replay(batch, step)
+            self._replay(batch, step)
         report.gradients.extend(_wrong_gradients(local))
         return report
 
 
-@dataclass
-class _PassHooks:
+@dataclass(eq=False)
+class _PassHooks(StepObserver):
     """Hooks on modules and their tensors, and what they have found on this rank."""
 
-    runner: FlushedRunner
+    runner: StepRunner
     names: Mapping[nn.Module, str]
     findings: "list[Finding]"
     rank: int
@@ -89,8 +91,8 @@ class _PassHooks:
     @contextmanager
     def attached(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.callback(setattr, self.runner, "on_loss", None)
-            self.runner.on_loss = self._see_loss
+            self.runner.observers.add(self)
+            stack.callback(self.runner.observers.remove, self)
             for module in modules:
                 stack.callback(module.register_forward_hook(self._see_call, with_kwargs=True).remove)
             yield
@@ -104,8 +106,8 @@ class _PassHooks:
             _hook(output, partial(self._see_gradient, module, "output"))
             _hook((args, kwargs), partial(self._see_gradient, module, "input"))
 
-    def _see_loss(self, total: Tensor) -> None:
-        value = wrong_value(total.detach())
+    def after_loss(self, loss: LossPass) -> None:
+        value = wrong_value(loss.total.detach())
         if value:
             self._add("loss", None, value)
 

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from echelon.engine.audit.gradient_comparison import Take
 from echelon.engine.audit.plain_form import PlainForm, late_hooks
+from echelon.engine.step.feed import to_device
 from echelon.engine.step.samples import Scopes, counting
 from echelon.engine.step.side_effects import AttributeSnapshot
-from echelon.engine.step.upload import to_device
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import call, cast, num_samples
 from echelon.nn.losses import Loss, total_and_count

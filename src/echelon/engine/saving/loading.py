@@ -30,7 +30,7 @@ from echelon.engine.saving.engine_state import (
     extra_state_modules,
     restore_learned_order,
 )
-from echelon.engine.step.step_runner import StepRunner
+from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError, raise_errors
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import SavedState, number_errors, numbers_of

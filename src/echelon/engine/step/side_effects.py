@@ -17,6 +17,8 @@ from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 
 _LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
@@ -266,6 +268,28 @@ class WeightChanges:
             "ranks, microbatches and the audit of the first step see parts of it; change weights between "
             "steps, or use data=1, microbatches=1 and fp32 with audit='off'"
         )
+
+
+@final
+class FirstForward(StepObserver):
+    """Compares the weights of each stage before and after its first forward pass in training."""
+
+    def __init__(self, local: LocalStages, plan: Plan) -> None:
+        stages = {} if frees_weights(plan) else local.stages
+        self._changes = {number: WeightChanges(stage.module, plan) for number, stage in stages.items()}
+        self._unseen = set(stages)
+
+    @property
+    def has_changed(self) -> bool:
+        """Return whether a forward pass that may change weights did."""
+        return any(each.is_changed for each in self._changes.values())
+
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        stage, _ = forward.slot
+        if stage not in self._unseen or not torch.is_grad_enabled():
+            return None
+        self._unseen.remove(stage)
+        return self._changes[stage]()
 
 
 def renormalises_any(stage: nn.Module) -> bool:

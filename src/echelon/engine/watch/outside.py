@@ -11,7 +11,7 @@ zero=3, offload and experts need all ranks in the call, as they do in a step.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -25,6 +25,7 @@ from echelon.nn.layering import listed_layers
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import Column
 from echelon.plan import Plan
@@ -74,6 +75,7 @@ def guard_outside(
     local: LocalStages,
     layers: LayerSharding,
     wrapping: Wrapping,
+    observers: Observers,
     inside: Inside,
 ) -> None:
     """Let calls between steps be right, or say why they cannot be."""
@@ -92,8 +94,7 @@ def guard_outside(
     if absent:
         reads = AbsentReads(plan, inside)
         mark_absent(absent, reads, wrapping)
-        for stage in local.stages.values():
-            stage.check_second_runs = partial(_check_both, stage.check_second_runs, reads.check)
+        observers.add(reads)
 
 
 # Hooks: partial functions, which torch can copy and pickle with their module.
@@ -127,11 +128,6 @@ def _guard_state(holders: list[nn.Module], plan: Plan, wrapping: Wrapping, insid
     for module in dict.fromkeys(holders):
         wrapping.hold(GUARD, module, module.register_state_dict_pre_hook(save_hook))
         wrapping.hold(GUARD, module, module.register_load_state_dict_pre_hook(load_hook))
-
-
-def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _holders_of_parts(model: nn.Module, layers: LayerSharding, plan: Plan) -> Iterator[nn.Module]:
@@ -175,7 +171,7 @@ class AbsentAttributeError(UserError, AttributeError):
 
 
 @final
-class AbsentReads:
+class AbsentReads(StepObserver):
     """Reads of attributes of modules that this rank does not run."""
 
     def __init__(self, plan: Plan, inside: Inside) -> None:
@@ -206,7 +202,7 @@ class AbsentReads:
                 "puts the model together on every rank"
             )
 
-    def check(self) -> None:
+    def check_first_step(self) -> None:
         """In the first step, before its update: raise what was noted."""
         if self._noted is not None:
             error, self._noted = self._noted, None

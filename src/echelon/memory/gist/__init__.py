@@ -11,6 +11,6 @@ launch          launches of kernels
 """
 
 from echelon.memory.gist.compression import any_size, uncompressed
-from echelon.memory.gist.layer import CompressionReport, compress_layers
+from echelon.memory.gist.layer import compress_layers
 
-__all__ = ["CompressionReport", "any_size", "compress_layers", "uncompressed"]
+__all__ = ["any_size", "compress_layers", "uncompressed"]

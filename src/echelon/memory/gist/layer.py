@@ -3,7 +3,7 @@
     forward     x ── linear ──          autograd saves x: it gets what x is encoded to
     backward    linear asks for x:      decoded, used, and gone
 
-What is left as it is: weights and buffers, inputs that need no gradient (whoever gave them holds them),
+What is left as it is: weights and buffers, inputs that need no gradient (their giver holds them),
 integers, what is small, and what must not be rounded (statistics.py). Memory that several operations save is
 encoded once.
 """
@@ -31,6 +31,7 @@ from echelon.nn.autograd.second_run import once
 from echelon.nn.batch import tensors_of
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
+from echelon.parallel.observer import Observers, StepObserver
 from echelon.plan import Plan
 
 
@@ -75,8 +76,9 @@ class CompressedLayer(Wrapper):
         return self.__dict__ | {"_compression": None}
 
     def _held(self, inputs: list[Tensor]) -> dict[int, list[Tensor]]:
-        """What others hold, by storage: buffers, and inputs without gradients. An input with gradients may
-        have a part of the same storage, as one message of a pipeline has all inputs of a stage."""
+        """Return tensors that others hold, by storage: buffers, and inputs without gradients. An input with
+        gradients may have a part of the same storage, as one message of a pipeline has all inputs of a
+        stage."""
         tensors = [each for each in inputs if not each.requires_grad]
         for module in self._with_buffers:
             tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
@@ -94,12 +96,12 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _most_numbers(inputs: list[Tensor]) -> int:
-    """Of the largest input of real numbers."""
+    """Return the number of elements of the largest floating-point input."""
     return max((each.numel() for each in inputs if each.is_floating_point()), default=0)
 
 
 class _Encoding(NamedTuple):
-    """What is kept in place of some memory."""
+    """Encoded elements of some memory."""
 
     parts: tuple[KeptTensor, ...]
     name: str  # of a format, or _SPARSE
@@ -116,7 +118,7 @@ _SPARSE = "sparse"
 
 
 class _Encoded(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """Held by autograd in place of a tensor."""
 
     encoding: _Encoding
     layout: Layout
@@ -127,8 +129,8 @@ class _Encoded(NamedTuple):
 
 @final
 class Saver:
-    """What one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as a model
-    of tokens, and the largest tensor that it has saved counts."""
+    """Encodes what one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as
+    a model of tokens, and the largest tensor that it has saved counts."""
 
     def __init__(
         self, compression: Compression, held: Mapping[int, Sequence[Tensor]], num_inputs: int
@@ -261,13 +263,13 @@ class CompressedCalls(TorchFunctionMode):
 
 
 def compress_layers(
-    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping
-) -> "CompressionReport | None":
+    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping, observers: Observers
+) -> None:
     """If the plan says so, let the layers that the stages list encode what they save; a model that lists
-    none, as a whole. Returns who says, on rank 0, that there was nothing to encode."""
+    none, as a whole. Rank 0 says if there was nothing to encode."""
     _unwrap_earlier(stages)
     if mesh.plan.compress == "none":
-        return None
+        return
     compression = Compression.of(mesh.plan.compress)
     for stage in stages:
         inside = list(stage.modules())
@@ -277,7 +279,8 @@ def compress_layers(
         for layer in dict.fromkeys(listed or [stage]):
             if not can_compress(layer):
                 wrapping.wrap(CompressedLayer(layer, compression))
-    return CompressionReport(compression, mesh.plan, mesh.device) if mesh.rank == 0 else None
+    if mesh.rank == 0:
+        observers.add(CompressionReport(compression, mesh.plan, mesh.device))
 
 
 def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
@@ -290,7 +293,7 @@ def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
 
 
 @final
-class CompressionReport:
+class CompressionReport(StepObserver):
     """Warns at the end of the first step if nothing was found to encode."""
 
     def __init__(self, compression: Compression, plan: Plan, device: torch.device) -> None:

@@ -11,6 +11,6 @@ selective           another way: no layer runs again, only operations that are c
 """
 
 from echelon.memory.recompute.recompute import backward_follows, recompute_layers
-from echelon.memory.recompute.selective import not_watched, selective_of
+from echelon.memory.recompute.selective import not_watched
 
-__all__ = ["backward_follows", "not_watched", "recompute_layers", "selective_of"]
+__all__ = ["backward_follows", "not_watched", "recompute_layers"]

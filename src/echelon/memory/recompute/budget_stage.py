@@ -15,7 +15,7 @@ shapes of the largest one, for which all of them choose.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -27,13 +27,14 @@ from echelon.memory.recompute.budget import LayerCost, Segments, StageCosts, cho
 from echelon.memory.recompute.measured_layers import LayerInput, LayerMeasurement, SavedBytes
 from echelon.memory.recompute.segment import LayerRuns, RecomputedLayer, SegmentSettings
 from echelon.memory.storages import weight_storages
+from echelon.parallel.observer import ForwardPass, StepObserver
 
 Agree = Callable[[Sequence[float]], list[float]]
 Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage is called with
 
 
 class BudgetSettings(NamedTuple):
-    """What a plan says about a budget. `agree_shapes`: as `agree`, of ranks that have microbatches of
+    """The budget of a plan. `agree_shapes`: as `agree`, of ranks that have microbatches of
     their own; None where no such ranks communicate inside of layers. `longest`: how many layers a segment
     may have."""
 
@@ -44,7 +45,7 @@ class BudgetSettings(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """What a measured forward pass has shown."""
+    """The measurements of one forward pass."""
 
     shapes: Shapes
     layers: list[LayerMeasurement]
@@ -123,7 +124,7 @@ class BudgetedStage(LayerRuns):
             output = self._call_in(run, layer, args, kwargs)
         run.watch = None
         measurement.returned(output)
-        if place == len(measured.layers):  # and not out of turn
+        if place == len(measured.layers):  # and not out of order
             measured.layers.append(measurement)
             begin = place if is_new else measured.segments.pop()[0]
             measured.segments.append((begin, place + 1))
@@ -178,7 +179,8 @@ class BudgetedStage(LayerRuns):
         self.measured.clear()
 
     def costs(self, measured: StagePass) -> StageCosts:
-        """What ranks that run the same segments have measured, the largest of each."""
+        """Return the costs of a stage: of each, the largest that ranks which run the same segments have
+        measured."""
         layers = measured.layers
         previous = [None, *layers]
         costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
@@ -198,8 +200,8 @@ class BudgetedStage(LayerRuns):
 
 
 def _outside_bytes(saved: SavedBytes, elsewhere: Sequence[Mapping[int, LayerInput]]) -> int:
-    """What code around the layers saves, and what it hands to them: the same memory counts once, and every
-    copy that is kept of an input."""
+    """Return the bytes that code around the layers saves, or passes to them: the same memory counts once, and
+    every copy that is kept of an input."""
     inputs = [item for each in elsewhere for item in each.items()]
     alive = saved.storages | {key: each.kept_bytes for key, each in inputs if each.keeps_memory}
     return sum(alive.values()) + sum(each.kept_bytes for _, each in inputs if not each.keeps_memory)
@@ -215,7 +217,7 @@ def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCo
 
 
 def _numbers(cost: LayerCost) -> list[float]:
-    """Those that are the worse the larger they are."""
+    """Return the numbers of a cost so that larger is worse."""
     return [cost.saved, cost.input, cost.seconds, -cost.reused, -cost.shared]
 
 
@@ -246,17 +248,28 @@ def _is_no_larger(shapes: Shapes, others: Shapes) -> bool:
 
 
 @final
-class RankBudget:
-    """The budget of a rank, and its stages."""
+class RankBudget(StepObserver):
+    """The budget of a rank, and its stages by number, each with its module."""
 
-    def __init__(self, settings: BudgetSettings, stages: Sequence[BudgetedStage], plan: str) -> None:
-        self._settings, self._stages, self._plan = settings, list(stages), plan
+    def __init__(
+        self, settings: BudgetSettings, stages: Mapping[int, tuple[BudgetedStage, nn.Module]], plan: str
+    ) -> None:
+        self._settings, self._by_number, self._plan = settings, stages, plan
+        self._stages = [stage for stage, _ in stages.values()]
         self._costs: dict[BudgetedStage, StageCosts] = {}  # of the newest shapes
         self._measured: dict[BudgetedStage, Segments] = {}  # the segments in which they were measured
         self._error: UserError | None = None
         self._is_first = True
 
-    def finish_step(self) -> None:
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        stage, module = self._by_number[forward.slot[0]]
+        return stage.during_forward(module, forward.value)
+
+    def around_loss(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        stage, _ = self._by_number[forward.slot[0]]
+        return stage.during_loss()
+
+    def after_passes(self) -> None:
         """The passes of a step are over: choose for the shapes that it has measured. Ranks that run the same
         segments call this together."""
         measured = [(stage, each) for stage in self._stages for each in stage.measured.values()]
@@ -294,7 +307,7 @@ class RankBudget:
         else:  # ranks of other stages go on, and would wait
             warnings.warn(f"{message}; this batch takes as little as it can", stacklevel=2)
 
-    def check(self) -> None:
+    def check_first_step(self) -> None:
         """Raise if the first step has shown that the budget is too small."""
         error, self._error = self._error, None
         if error is not None:

@@ -1,6 +1,6 @@
 """recompute=full, sqrt, budget:BYTES: which layers of a stage form segments, to run again in the backward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import isqrt
@@ -16,34 +16,40 @@ from echelon.memory.recompute.budget_stage import BudgetedStage, BudgetSettings,
 from echelon.memory.recompute.saved_inputs import ContiguousInputs, SavedInputs, SplitInputs, WholeInputs
 from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.memory.recompute.segment import Segment, SegmentSettings
+from echelon.memory.recompute.selective import SelectiveRecompute
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.stage import LocalStages, Stage
+from echelon.parallel.observer import Observers
+from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.program import COMPUTE, Op, Program
 
 T = TypeVar("T")
 
 
-def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapping) -> None:
+def recompute_layers(
+    local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapping, observers: Observers
+) -> None:
     """Let the layers of this rank's stages drop what autograd saves, if the plan says so."""
     plan = mesh.plan
-    if plan.recompute in ("none", "selective"):  # the step runner has the latter around every forward pass
+    if plan.recompute == "selective":
+        observers.add(SelectiveRecompute(plan))
+    if plan.recompute in ("none", "selective"):
         return
     check = SecondRunCheck()
-    budgeted: dict[Stage, BudgetedStage] = {}
+    observers.add(check)
+    budgeted: dict[int, BudgetedStage] = {}
     for number, stage in local.stages.items():
         layers = _layers(stage.module, plan)
         first = [0, *local.boundaries][number]
         names = {
             layer: f"layer {first + index} ({type(layer).__name__})" for index, layer in enumerate(layers)
         }
-        inputs, stage.finish_passes = _make_inputs(mesh)
+        inputs = _make_inputs(mesh, observers)
         settings = SegmentSettings(mesh.device, view, check, inputs, stage.second_run)
-        stage.check_second_runs = check.decide
         if plan.recompute.startswith("budget:"):
-            budgeted[stage] = _make_budgeted(names, settings, mesh, local.program, number)
+            budgeted[number] = _make_budgeted(names, settings, mesh, local.program, number)
             continue
         segments = divide(list(names), plan.recompute)
         if backward_follows(local.program, number):
@@ -51,23 +57,18 @@ def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapp
         for segment in segments:
             Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)
     if budgeted:
-        _share_budget(budgeted, mesh, wrapping)
+        observers.add(_share_budget(budgeted, local, mesh, wrapping))
 
 
-def _make_inputs(mesh: Mesh) -> tuple[SavedInputs, Callable[[], None]]:
-    """Return the store of a stage's inputs, and what to call when the passes of a step are over."""
+def _make_inputs(mesh: Mesh, observers: Observers) -> SavedInputs:
+    """Return the store of a stage's inputs."""
     inputs: SavedInputs = WholeInputs()
-    finish_passes: Callable[[], None] = _nothing
     if mesh.plan.contiguous:
         inputs = contiguous = ContiguousInputs(mesh.device, inputs)
-        finish_passes = contiguous.finish_step
+        observers.add(contiguous)
     if mesh.plan.checkpoints == "split":
         inputs = SplitInputs(mesh.group("tensor"), inputs)
-    return inputs, finish_passes
-
-
-def _nothing() -> None:
-    pass
+    return inputs
 
 
 def _layers(module: nn.Module, plan: Plan) -> list[nn.Module]:
@@ -120,16 +121,14 @@ def _make_budgeted(
     return BudgetedStage(list(names), list(names.values()), settings, _settings(mesh), in_flight)
 
 
-def _share_budget(stages: Mapping[Stage, BudgetedStage], mesh: Mesh, wrapping: Wrapping) -> None:
+def _share_budget(
+    stages: Mapping[int, BudgetedStage], local: LocalStages, mesh: Mesh, wrapping: Wrapping
+) -> RankBudget:
     """Let the stages of this rank share its budget."""
-    budget = RankBudget(_settings(mesh), list(stages.values()), str(mesh.plan))
-    for number, (stage, budgeted) in enumerate(stages.items()):
+    for budgeted in stages.values():
         budgeted.wrap(wrapping)
-        stage.during_forward = partial(budgeted.during_forward, stage.module)
-        stage.during_loss = budgeted.during_loss
-        if number == 0:
-            stage.finish_passes = partial(_call_all, [stage.finish_passes, budget.finish_step])
-            stage.check_second_runs = partial(_call_all, [budget.check, stage.check_second_runs])
+    pairs = {number: (budgeted, local.stages[number].module) for number, budgeted in stages.items()}
+    return RankBudget(_settings(mesh), pairs, str(mesh.plan))
 
 
 def _settings(mesh: Mesh) -> BudgetSettings:
@@ -167,8 +166,3 @@ def _in_flight(program: Program, rank: int, stage: int) -> tuple[int, int]:
         waiting += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(instruction.op, 0)
         most, most_waiting = max(most, forward), max(most_waiting, waiting)
     return most - most_waiting, most_waiting
-
-
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()

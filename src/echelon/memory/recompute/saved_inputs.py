@@ -19,6 +19,7 @@ from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.collectives.fingerprint import device_fingerprint
 from echelon.memory.storages import is_dense
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor
+from echelon.parallel.observer import StepObserver
 
 
 class ArgumentName(NamedTuple):
@@ -96,7 +97,7 @@ class Slots:
 
 
 @final
-class ContiguousInputs:
+class ContiguousInputs(StepObserver):
     """Keeps copies in one memory; what has no gradient (a mask that all layers take) is kept by `inner`.
 
     Inputs live from a forward pass to its backward pass, and all else that is allocated between is gone
@@ -127,7 +128,7 @@ class ContiguousInputs:
             return self._inner.kept_bytes(tensor, argument)
         return tensor.nbytes
 
-    def finish_step(self) -> None:
+    def after_passes(self) -> None:
         """Make the memory as large as steps need."""
         # Tensors in slots of the old memory keep it alive, with the Slots that they will free.
         if self._slots.size > len(self.memory):

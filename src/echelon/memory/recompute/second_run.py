@@ -1,4 +1,4 @@
-"""What makes a second run the same as the first: its surroundings are restored, and its outputs compared.
+"""Makes a second run the same as the first: its surroundings are restored, and its outputs compared.
 
 Surroundings decide what a call computes: the position in the training, random generators, autocast,
 the modes of modules, the view of the sequence, and the recorder of gates' statistics. What is not replayed (a
@@ -20,6 +20,7 @@ from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
+from echelon.parallel.observer import StepObserver
 
 if TYPE_CHECKING:
     from echelon.memory.recompute.segment import SegmentSettings
@@ -170,7 +171,7 @@ class OutputPrint:
 
 
 @final
-class SecondRunCheck:
+class SecondRunCheck(StepObserver):
     """Open until the gradients of the first step are there, or of a later one if that was refused."""
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class SecondRunCheck:
     def compare(self, name: str, first: OutputPrint, second: OutputPrint) -> None:
         self._flags += [(name, flag) for flag in first.differs(second)]
 
-    def decide(self) -> None:
+    def check_first_step(self) -> None:
         """Raise if a layer has returned something else in a second run. Reads the device, once."""
         names = dict.fromkeys(name for name, flag in self._flags if flag)
         self.is_open, self._flags = bool(names), []
