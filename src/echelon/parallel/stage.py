@@ -34,7 +34,7 @@ class Stage:
 
     @property
     def lockstep(self) -> bool:
-        """Whether replicas talk during every microbatch, so that each must run the same number of them."""
+        """Return whether replicas communicate in every microbatch: each must run the same number of them."""
         return any(sharing.lockstep for sharing in self.sharings)
 
     def start_step(self) -> None:
@@ -85,7 +85,7 @@ class Stage:
             yield
 
     def abandon_pass(self) -> None:
-        """A pass has raised, and nobody runs the stage any more."""
+        """A pass has raised, and the stage does not run any more."""
         for sharing in self.sharings:
             sharing.abandon_pass()
 

@@ -76,8 +76,8 @@ _NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every wo
 
 
 class Outcome(NamedTuple):
-    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient; what losses
-    were scaled by, and how many updates were skipped because gradients were not finite."""
+    """The result of an update: the loss total, its count, the norm of the mean's gradient; what losses were
+    scaled by, and how many updates were skipped because gradients were not finite."""
 
     total: float
     counted: float
@@ -88,8 +88,8 @@ class Outcome(NamedTuple):
 
 
 class GateNumbers(NamedTuple):
-    """What gates add to the numbers of an update: this rank's share of their losses, for each gate whether
-    its statistics are not finite, and what the user reads then."""
+    """The share of gates in the numbers of an update: this rank's share of their losses, for each gate
+    whether its statistics are not finite, and what the user reads then."""
 
     auxiliary: Tensor
     is_broken: Tensor
@@ -152,7 +152,7 @@ class StepNumbers:
 
     @property
     def norm(self) -> Number:
-        """Where it is: on the device, if the numbers came from there and nobody has read them."""
+        """The norm: on the device, if the numbers came from there and were not read."""
         return self._values[2]
 
     @property

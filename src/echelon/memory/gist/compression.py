@@ -58,9 +58,9 @@ class ZeroMarks:
 
 
 class Maker:
-    """Who may write an encoding."""
+    """Writes an encoding, if its last one was read."""
 
-    is_read = False  # whether somebody has saved its last output
+    is_read = False  # whether its last output was saved
 
 
 @final
@@ -77,7 +77,7 @@ class Fresh:
     def show(self, output: Tensor, maker: Maker, parts: Parts | None) -> None:
         """`parts`: its encoding, where one was written."""
         if self._maker is not None:
-            self._maker.is_read = False  # nobody has asked for the one before
+            self._maker.is_read = False  # the one before was not read
         self._memory, self._maker, self._parts = Memory(output), maker, parts
         self._num = output.numel()
         self._output = None if parts is None else ref(output, self._forget)

@@ -41,7 +41,7 @@ def relu(x: Tensor, compression: Compression, *, inplace: bool = False, maker: M
 
 
 class _Encoding:
-    """What a ReLU writes along with its output."""
+    """The encoding that a ReLU writes along with its output."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +55,7 @@ def _written_format(x: Tensor, compression: Compression) -> str | None:
 
 
 class Window(NamedTuple):
-    """Of a max_pool2d; each as (height, width)."""
+    """The window of a max_pool2d; each field as (height, width)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -77,7 +77,7 @@ class Window(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a place in the window."""
+        """Bits of a place in the window."""
         return 4 if self.kernel[0] * self.kernel[1] <= 16 else 8
 
 

@@ -1,4 +1,4 @@
-"""What makes a second run the same as the first: its surroundings are restored, and its outputs compared.
+"""Makes a second run the same as the first: its surroundings are restored, and its outputs compared.
 
 Surroundings decide what a call computes: the position in the training, random generators, autocast,
 the modes of modules, the view of the sequence, and the recorder of gates' statistics. What is not replayed (a

@@ -80,7 +80,7 @@ def not_watched() -> Iterator[None]:
 
 
 class _Again(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """Held by autograd in place of a tensor."""
 
     output: Output
     view: View
@@ -91,12 +91,12 @@ class _Again(NamedTuple):
 
 
 class _Memory:
-    """What is in a storage at some time. The weak reference keeps its address from being used again."""
+    """The values of a storage at some time. The weak reference keeps its address from being used again."""
 
     __slots__ = ("_dtype", "_reference", "_version", "kept", "output")
 
     def __init__(self, tensor: Tensor, output: Output | None, kept: KeptTensor | None) -> None:
-        """`output`: of the call that wrote it. `kept`: by somebody, for the backward pass."""
+        """`output`: of the call that wrote it. `kept`: for the backward pass."""
         self._version, self._dtype = tensor._version, tensor.dtype
         self._reference = tensor.untyped_storage()._weak_ref()
         self.output, self.kept = output, kept
@@ -110,7 +110,7 @@ class _Memory:
 
 
 class _Need:
-    """What it takes to repeat a call, for so many bytes that autograd saves."""
+    """The cost of repeating a call, for so many bytes that autograd saves."""
 
     __slots__ = ("cost", "held", "num_bytes")
 
@@ -174,7 +174,7 @@ class _Memo:
         return kept
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
-        """What there is for the memory of a tensor, as it is now."""
+        """Return the entry for the memory of a tensor, as it is now."""
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         return memory if memory is not None and memory.has(tensor) else None
 
@@ -216,7 +216,7 @@ class _Memo:
         return True
 
     def _add_source(self, need: _Need, source: Source, depth: int, *, in_sum: bool) -> bool:
-        """An argument is kept by somebody else, or small, or made again, or held for this alone."""
+        """An argument is kept anyway, or small, or made again, or held for this alone."""
         is_small, made_by = source.num_bytes * _SMALL <= need.num_bytes, source.made_by
         if (tensor := source.tensor) is not None:
             if self._is_freed(tensor):
@@ -278,7 +278,7 @@ class _Memo:
                 self._memories[_address(output)] = _Memory(output, Output(call, number), None)
 
     def _stand_in(self, leaf: Any, sources: list[Source]) -> Any:
-        """What stands for an argument; sources are listed too."""
+        """Return the replacement of an argument in a call; append its sources."""
         kind = type(leaf)
         if kind is tuple or kind is list:
             return kind([self._stand_in(item, sources) for item in leaf])
@@ -360,7 +360,7 @@ class _SpecialTensorError(Exception):
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """What it takes to keep a tensor: no more than its storage, of which it may repeat elements."""
+    """Return the bytes of keeping a tensor: no more than its storage, of which it may repeat elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
 
 

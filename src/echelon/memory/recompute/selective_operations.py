@@ -44,7 +44,7 @@ class Kind(Enum):
 
 @cache
 def kind_of(operation: Any) -> Kind:
-    """Of an operator of torch, as a dispatch mode sees it."""
+    """Return the kind of an operator of torch, as a dispatch mode sees it."""
     if operation._schema.is_mutable:
         return Kind.WRITES
     is_view = any(result.alias_info is not None for result in operation._schema.returns)
@@ -62,7 +62,7 @@ def repeatable(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-# Functions, as a function mode sees them: most models call few, and these need no look inside.
+# Functions, as a function mode sees them: most models call few, and these need not be watched inside.
 
 
 def _functions(names: str) -> set[Callable[..., Any]]:
@@ -155,7 +155,7 @@ def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def product_cost(function: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> float:
-    """Of a product, in bytes that memory moves meanwhile."""
+    """Return the time of a product, in bytes that memory moves meanwhile."""
     length: int = args[0 if function is F.linear else min(1, len(args) - 1)].shape[-1]
     per_flop = _BYTES_PER_FLOP_16_BIT if output.element_size() == 2 else _BYTES_PER_FLOP
     return 2.0 * output.numel() * length * per_flop.get(output.device.type, 1.0)

@@ -75,7 +75,7 @@ class Sharing(ABC):
     # Where large matrices may add to their gradients directly; None where gradients never stay.
     accumulation: Accumulation | None = None
 
-    # What begins to reduce gradients as the backward pass completes them; None where nobody talks.
+    # Begins to reduce gradients as the backward pass completes them; None where ranks do not communicate.
     reducer: Reducer | None = None
 
     def __init__(self, parameter_set: ParameterSet) -> None:
@@ -88,7 +88,7 @@ class Sharing(ABC):
 
     @abstractmethod
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank's optimizer updates."""
+        """Return what this rank's optimizer updates."""
 
     def update_in_backward(self, update: Callable[[SummedUnit], None]) -> None:
         """Call `update` in the backward pass with each unit whose gradients are summed, and free them."""
@@ -104,12 +104,12 @@ class Sharing(ABC):
             self._wait_for_weights(local)
 
     def summed_parameters(self) -> list[LocalParameter]:
-        """Those whose `.grad` is there after `reduce`: what this rank updates, or sends to a server."""
+        """Return those that have a `.grad` after `reduce`: what this rank updates, or sends to a server."""
         return self.local_parameters()
 
     def kept_whole(self) -> list[LocalParameter]:
-        """Those that stay whole on the device, where no message brings what an update makes: whoever uses
-        one first waits for new weights that are on their way (offload)."""
+        """Return those that stay whole on the device, and that no message brings after an update: their first
+        use waits for new weights that are on their way (offload)."""
         return self.local_parameters()
 
     @abstractmethod
@@ -170,12 +170,12 @@ class Sharing(ABC):
         return None
 
     def pieces_to_update(self) -> Iterator[list[LocalParameter]]:
-        """What is left to be updated: each piece is on the device until the next is asked for."""
+        """Yield what is left to be updated: each piece is on the device until the next is asked for."""
         yield self.local_parameters()
 
     @abstractmethod
     def storages(self) -> Storages:
-        """What memory holds weights and gradients on this rank now."""
+        """Return the memory that holds weights and gradients on this rank now."""
 
     def _use_unit(
         self,
@@ -209,17 +209,17 @@ class Sharing(ABC):
         return nullcontext()
 
     def abandon_pass(self) -> None:  # noqa: B027
-        """A pass has raised: nobody runs a module any more. Talks to no one."""
+        """A pass has raised: no module runs any more. Communicates with no rank."""
 
     def take_over(self, changed: Set[nn.Parameter]) -> None:  # noqa: B027 (nothing to do where a parameter
         # is all that is updated)
-        """Between two steps: somebody has changed these parameters, or given them other memory."""
+        """Between two steps: the user has changed these parameters, or given them other memory."""
 
     def end_watch(self) -> None:  # noqa: B027
         """Before the first update: raise if a pass has changed weights in a way that is lost."""
 
     def reallocate(self) -> None:
-        """Move the weights to new memory, and leave the old to whoever holds it."""
+        """Move the weights to new memory; other holders keep the old."""
         for _, parameter in self.parameter_set.trained:
             parameter.data = parameter.data.clone()
 
@@ -233,7 +233,7 @@ class Sharing(ABC):
 
 
 class LocalSum(Sharing):
-    """Gradients only add up on this rank, in place where they can: nobody talks in the backward pass."""
+    """Gradients only add up on this rank, in place where they can, without communication."""
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         super().__init__(parameter_set)
@@ -248,7 +248,7 @@ class LocalSum(Sharing):
 
 @final
 class SingleReplica(LocalSum):
-    """One rank holds the set: there is nobody to agree with."""
+    """One rank holds the set: there is no other to agree with."""
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         super().__init__(parameter_set)

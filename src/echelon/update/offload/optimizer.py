@@ -66,10 +66,10 @@ class HostStepper(LocalStepper):
         self._ring: HostRing | None = None
         self._stores: deque[list[Copy]] = deque()
         self._is_late = False  # whether an update is kept on the host
-        self._is_shown = False  # whether it has come up for a look
+        self._is_shown = False  # whether it has come up for a reader
         self.weights = WeightReturn(boundary)
         self._before = KeptWeights(twins, boundary)
-        self.on_failure: Callable[[], None] = lambda: None  # nobody may read a weight any more
+        self.on_failure: Callable[[], None] = lambda: None  # no weight may be read any more
         worker.on_error, worker.on_raise = self._abandon_ring, lambda: self.on_failure()
         self._watch_state_dicts()
         boundary.account("parameters", twins.parameter_storages)
@@ -282,7 +282,7 @@ class HostStepper(LocalStepper):
         return [copy.tensor for copies in self._stores for copy in copies if copy.tensor is not None]
 
     def host_bytes(self) -> int:
-        """What this will take of the host's memory: weights, masters, state and gradients."""
+        """Return the bytes of host memory that this will take: weights, masters, state and gradients."""
         kept = self._before.num_bytes() if self._delay else 0
         return self._twins.num_bytes(self.optimizer) + self._ring_bytes() + kept
 
@@ -301,7 +301,7 @@ class HostStepper(LocalStepper):
         return [*self._twins.master_storages(), *tensors]
 
     def _watch_state_dicts(self) -> None:
-        """Whoever reads or replaces the optimizer's state waits for the update that is under way."""
+        """Let readers and writers of the optimizer's state wait for the update that is under way."""
         if isinstance(self.optimizer.state, FirstStates):
             self.optimizer.state.before_read = self._worker.wait_from_outside
         for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):

@@ -8,7 +8,7 @@ infinite: then the scale was too large, and the step is skipped on all ranks. Wi
     update         skipped                  made     made
 
 The scale divides what a loss is divided by anyway (its normaliser), which updates take back without another
-pass over gradients. State is plain numbers, or tensors on a device, where nobody reads them.
+pass over gradients. State is plain numbers, or tensors on a device, which are not read.
 """
 
 import math
@@ -63,7 +63,7 @@ class LossScaling:
         return self.state.scale
 
     def counters(self) -> dict[str, Number]:
-        """What a training needs to go on, by name."""
+        """Return the numbers that a training needs to go on, by name."""
         return {"loss scale": self.state.scale, "good steps": self.state.good_steps}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
@@ -102,7 +102,7 @@ def _next_on_host(state: ScaleState, rule: DynamicScale, overflows: object, refu
 
 
 def _next_on_device(state: ScaleState, rule: DynamicScale, overflows: Flag, refused: Flag) -> ScaleState:
-    """The same, without a look at any of the numbers."""
+    """Compute the same without reading any of the numbers."""
     scale, good = state
     assert isinstance(scale, Tensor)
     assert isinstance(good, Tensor)
@@ -119,7 +119,7 @@ def _next_on_device(state: ScaleState, rule: DynamicScale, overflows: Flag, refu
 def make_loss_scaling(
     choice: LossScale | None, precision: str, device: torch.device | None = None
 ) -> LossScaling | None:
-    """What a precision needs: only fp16 has gradients that are too small for it."""
+    """Return the loss scaling of a precision: only fp16 has gradients that are too small for it."""
     if precision != "fp16":
         return None
     return LossScaling("dynamic" if choice is None else choice, device)

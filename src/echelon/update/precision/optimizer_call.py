@@ -155,7 +155,7 @@ def restricted(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody but the engine hears of the optimizer's steps, or of those of all optimizers."""
+    """Whether hooks, beside the engine's, hear of the optimizer's steps, or of those of all optimizers."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = (  # some wrappers of optimizers never call Optimizer.__init__
         *(getattr(optimizer, name, None) or {} for name in own),

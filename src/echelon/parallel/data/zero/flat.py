@@ -26,7 +26,7 @@ from echelon.state.ownership import LocalParameter
 
 
 class UnitOwner:
-    """What a unit asks of the sharing that it belongs to. Without one: nothing."""
+    """The questions of a unit to the sharing that it belongs to. By itself, it has none."""
 
     def wait_for_weights(self, local: Sequence[LocalParameter]) -> None:
         """Return when new weights of these, which come from elsewhere (offload), are there."""
@@ -82,7 +82,7 @@ class FlatUnit:
 
     @property
     def resident(self) -> bool:
-        """Whether the whole weights stay on the device."""
+        """Return whether the whole weights stay on the device."""
         return not self.sharded and not self.offloaded
 
     def local_parameters(self) -> list[LocalParameter]:

@@ -105,7 +105,7 @@ class UnitGradient(UnitBucket):
         return [tensor for tensor in (self.buffer, self.part) if tensor is not None]
 
     def preallocated(self) -> list[Tensor]:
-        """What this unit's memory holds while no gradient is there."""
+        """Return the buffers that this unit's memory holds while no gradient is there."""
         return [*self._memory.storages(), *self._part_memory.storages()]
 
 

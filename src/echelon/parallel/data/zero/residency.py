@@ -94,7 +94,7 @@ class Residency:
             self._synchronize(need)
 
     def hold(self, index: int) -> None:
-        """Return when unit `index` is gathered; nobody says when it is no longer needed, so it stays."""
+        """Return when unit `index` is gathered, for a read outside of its module: no hook tells its end."""
         if index not in self._held:
             self._held.add(index)
             self._users[index] += 1
@@ -110,7 +110,7 @@ class Residency:
 
     @property
     def in_use(self) -> bool:
-        """Whether a module runs."""
+        """Return whether a module runs."""
         return any(users > (index in self._held) for index, users in enumerate(self._users))
 
     def ahead(self, *, backward: bool) -> None:
@@ -126,7 +126,7 @@ class Residency:
                 self._free(index)
 
     def leave(self, index: int) -> None:
-        """Free what nobody uses any more."""
+        """Free what has no user any more."""
         for need in self._needs[index]:
             self._users[need] -= 1
             if self._users[need] == 0:
@@ -152,7 +152,7 @@ class Residency:
             self._leaving.popleft().drop()
 
     def compare(self, group: Group) -> dict[Problem, Tensor]:
-        """Whether ranks gathered different units in this step: they have got each other's weights."""
+        """Return whether ranks gathered different units in this step: they have got each other's weights."""
         moving = [flat for unit in self._units for flat in unit if not flat.resident]
         if not moving:
             return {}

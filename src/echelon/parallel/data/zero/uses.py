@@ -263,7 +263,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _attributes(value: object) -> list[Any]:
-    """What an object holds by name, in its slots too."""
+    """Return the attributes of an object, those in slots too."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]

@@ -149,7 +149,7 @@ class ChangedRuns:
 
     @property
     def is_watching(self) -> bool:
-        """Whether runs are compared: until `finish`, and in a step until their unit is updated."""
+        """Return whether runs are compared: until `finish`, and in a step until their unit is updated."""
         return not self._is_finished and not self._is_updated
 
     def show(self, runs: Sequence[Tensor]) -> None:
@@ -172,7 +172,7 @@ class ChangedRuns:
         self._is_updated = True
 
     def start_step(self) -> None:
-        """What earlier passes have changed is gone with them."""
+        """Forget changes of earlier passes: they are gone with the weights."""
         self._is_updated, self._flags = False, []
 
     def finish(self) -> list[bool]:

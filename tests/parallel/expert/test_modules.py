@@ -1,15 +1,18 @@
 """Rows of slots to other ranks and back, without ranks."""
 
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from echelon.collectives import Ledger
+from echelon.collectives import Ledger, RecordingGroup
+from echelon.nn.experts import Experts
 from echelon.nn.experts.rows import sort_slots
 from echelon.parallel.expert.modules import (
     Dispatch,
-    Journey,
+    RowExchange,
+    SpreadExperts,
     _Start,
     _Wait,
     counts_of,
@@ -91,11 +94,11 @@ class Mirror:
 
 def test_rows_travel_while_other_work_runs_and_gradients_come_back() -> None:
     group: Any = Mirror()
-    journey = Journey(group, [1, 2], [2, 0])
+    exchange = RowExchange(group, [1, 2], [2, 0])
     rows = torch.arange(6.0).view(3, 2).requires_grad_()
-    arriving = journey.start(rows)
+    arriving = exchange.start(rows)
     assert group.log == [([2, 0], [1, 2], False)]
-    arrived = journey.wait(arriving)
+    arrived = exchange.wait(arriving)
     assert group.log[1:] == ["wait"]
     assert arrived.tolist() == [[0.0, -1.0], [-2.0, -3.0]]
     group.log.clear()
@@ -103,7 +106,7 @@ def test_rows_travel_while_other_work_runs_and_gradients_come_back() -> None:
     assert group.log == [([1, 2], [2, 0], False), "wait"], "as many rows as were sent come back"
     assert rows.grad is not None
     assert rows.grad.tolist() == [[-1.0, -2.0], [-3.0, -4.0], [-1.0, -2.0]]
-    back = journey.reversed()
+    back = exchange.reversed()
     assert (back._sent, back._received) == ([2, 0], [1, 2])
     assert _Start.runs_once
     assert _Wait.runs_once
@@ -115,6 +118,51 @@ def test_ranks_tell_each_other_how_many_rows_come() -> None:
     dispatch = plan_dispatch(counts, group)
     assert (dispatch.sent, dispatch.received) == (-10, 10)
     assert dispatch.counts.tolist() == [[1, 2], [3, 4]]
-    assert (dispatch.journey._sent, dispatch.journey._received) == ([-3, -7], [3, 7])
-    numbers = Dispatch(dispatch.journey, 0, 10, dispatch.counts).expert_of_row
+    assert (dispatch.exchange._sent, dispatch.exchange._received) == ([-3, -7], [3, 7])
+    numbers = Dispatch(dispatch.exchange, 0, 10, dispatch.counts).expert_of_row
     assert numbers.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
+
+
+# A rank that gets no row returns none, of the form that the others return theirs in.
+
+
+class Wider(nn.Module):
+    """Experts that return more columns than they get, of another type, and cannot be called without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 2
+        self.up_proj = nn.Parameter(torch.randn(2, 4, 6))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        assert len(hidden_states)
+        computed = torch.einsum("tw,two->to", hidden_states, self.up_proj[top_k_index[:, 0]])
+        return (computed * top_k_weights).double()
+
+
+def computed(module: nn.Module, number: int) -> tuple[Tensor, Tensor]:
+    """What a rank makes of `number` rows for its second expert, and the rows."""
+    group = RecordingGroup("expert", 0, 2)
+    counts = torch.tensor([[0, number], [0, 0]])
+    rows = torch.randn(number, 4, requires_grad=True)
+    spread = SpreadExperts(module, group, 4)
+    return spread._compute(rows, Dispatch(cast(RowExchange, None), 0, number, counts)), rows
+
+
+@pytest.mark.parametrize("has_autocast", [False, True])
+@pytest.mark.parametrize("make", [lambda: Experts(2, 4, 3), Wider])
+def test_no_rows_have_the_type_and_width_of_some(make: type[nn.Module], has_autocast: bool) -> None:
+    module = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_autocast):
+        some, _ = computed(module, 3)
+        none, rows = computed(module, 0)
+    assert some.dtype == (
+        torch.float64 if make is Wider else torch.bfloat16 if has_autocast else torch.float32
+    )
+    assert (none.dtype, none.shape) == (some.dtype, (0, some.shape[1]))
+    none.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.shape == (0, 4)
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
