@@ -11,8 +11,14 @@ from typing import Any
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.nn.huggingface.encoders import ENCODERS
-from echelon.nn.huggingface.families import FAMILIES, find_encoder, find_family, layers_of, reason_not_listed
+from echelon.nn.huggingface.families import (
+    ENCODERS,
+    FAMILIES,
+    find_encoder,
+    find_family,
+    layers_of,
+    reason_not_listed,
+)
 from echelon.nn.huggingface.layers import modules_outside
 from echelon.nn.huggingface.modules import is_encoder_decoder
 from echelon.nn.wrapping import replaced_forward

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder <-> `ModelConfig`, for the model types in `hf_dialects`.
+"""config.json of a Hugging Face folder <-> `ModelConfig`, for the model types in `dialects`.
 
 Options that our models do not have (biases in Llama, another activation, quantised weights, …) are refused by
 name: loading them anyway would give a model that runs and is wrong.

@@ -2,7 +2,6 @@
 
 It says which of our tensors make up each Hugging Face tensor: ours are joined along dim 0 and then, for
 GPT-2, transposed: its Conv1D keeps weights as [inputs, outputs], and query, key and value in one matrix.
-Those of experts are in `hf_expert_names`.
 """
 
 import re

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.errors import UserError
-from echelon.nn.huggingface.encoders import ENCODERS
+from echelon.nn.huggingface.families import ENCODERS
 from echelon.nn.huggingface.modules import is_pretrained
 from echelon.nn.losses import IGNORED_TARGET
 from echelon.nn.wrapping import replaced_forward

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
+from echelon.models.build import build
 from echelon.models.config import ModelConfig
-from echelon.models.families import build
 from echelon.models.hf.config import config_from_hf, config_to_hf
 from echelon.models.hf.dialects import OWN_TYPE, dialect_of
 from echelon.models.transformer import Transformer
