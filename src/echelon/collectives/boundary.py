@@ -25,8 +25,7 @@ from torch import Tensor
 
 from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.ledger import Ledger, Move, Traffic
-from echelon.collectives.timing import HOST_TIMING, Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.errors import UserError
 from echelon.quantities import show_bytes
 

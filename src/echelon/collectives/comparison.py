@@ -21,11 +21,15 @@ from typing import NamedTuple, final
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not marked so
 
-from echelon.collectives.mismatch import MismatchError
 from echelon.collectives.work import Work
 from echelon.launching.store_agreement import poll_file
 from echelon.launching.watch import pulse
 from echelon.launching.watch.hang import place_of
+
+
+class MismatchError(RuntimeError):
+    """Two ranks of a group called different operations where they must call the same one."""
+
 
 _RULE = "all ranks of a group must call the same operations in the same order, with equal sizes and types"
 _MESSAGES = ("send", "recv")

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 
 from echelon.collectives.ledger import Ledger, Move
-from echelon.collectives.timing import Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import Timing, Work
 
 _ORIGIN_SECONDS = 1.0  # CUDA gives times as float32 milliseconds: exact to 0.1 µs after a second
 

@@ -7,20 +7,19 @@ Ranks are numbered within the group, 0 … size−1. Every operation blocks by d
 returns at once, and the caller must call `wait()` of the Handle before it uses the tensors again.
 """
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from echelon.collectives.alone import check_not_alone
 from echelon.collectives.comparison import Call, CallComparison
 from echelon.collectives.ledger import Ledger, Move, Traffic
-from echelon.collectives.timing import HOST_TIMING, Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.launching.watch import pulse
 
 Reduction = Literal["sum", "mean", "min", "max"]
@@ -328,3 +327,23 @@ class Group(ABC):
                 f"got {'even parts' if rows is None else counts}"
             )
         return counts
+
+
+_here = threading.local()  # an update on the host may talk meanwhile
+
+
+@contextmanager
+def alone(reason: str) -> Iterator[None]:
+    """Operations with other ranks raise a RuntimeError inside, in this thread."""
+    before = getattr(_here, "reason", "")
+    _here.reason = reason
+    try:
+        yield
+    finally:
+        _here.reason = before
+
+
+def check_not_alone(operation: str, axis: str) -> None:
+    reason = getattr(_here, "reason", "")
+    if reason:
+        raise RuntimeError(f"{operation} along {axis}: {reason}")

@@ -1,6 +1,13 @@
-"""Work: an operation that a group has begun."""
+"""Work: an operation that a group has begun, and how its times are measured.
 
+The times come from the host's clock, or from events on a device (`cuda_timing.py`).
+"""
+
+import time
 from abc import ABC, abstractmethod
+from typing import final
+
+from echelon.collectives.ledger import Ledger, Move
 
 
 class Work(ABC):
@@ -20,3 +27,31 @@ class Work(ABC):
     def done(self) -> bool:
         """Whether it is known to be complete; does not wait."""
         return False
+
+
+class Timing(ABC):
+    """Measures one operation. Make it before the operation is issued."""
+
+    @abstractmethod
+    def overlap(self, work: Work) -> None:
+        """The operation is issued, and its caller does other work before it waits."""
+
+    @abstractmethod
+    def wait(self, work: Work, move: Move, ledger: Ledger) -> None:
+        """Wait for the operation, and enter its times into the ledger, now or later."""
+
+
+@final
+class HostTiming(Timing):
+    """Where `wait` returns when the operation is complete: the host's clock says all. Has no state."""
+
+    def overlap(self, work: Work) -> None:
+        pass
+
+    def wait(self, work: Work, move: Move, ledger: Ledger) -> None:
+        since = time.perf_counter()
+        work.wait()
+        ledger.finish(move, waited_since=since, done=work.done_at())
+
+
+HOST_TIMING = HostTiming()

@@ -7,9 +7,8 @@ have read its own. The system must let ranks read each other's memory.
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
-from echelon.collectives.shared.header import Header, OperationKind
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import RingReader, Wait, all_written
+from echelon.collectives.shared.slots import Header, OperationKind, RingReader, Wait, all_written
 from echelon.collectives.shared.tensor_memory import TensorMemory, reduce_in_rank_order
 
 _CHUNK_BYTES = 1 << 19  # small enough to stay in the cache between the read and the addition

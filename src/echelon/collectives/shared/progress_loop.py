@@ -23,7 +23,7 @@ from enum import Enum, auto
 from typing import final
 
 from echelon.collectives.shared.operation_queue import Operation, OperationQueue
-from echelon.collectives.shared.peer_socket import PeerSocket
+from echelon.collectives.shared.peers import PeerSocket
 from echelon.launching import PeerLost
 
 _POLL_SECONDS = 0.05  # between polls of the background thread while an operation is unfinished

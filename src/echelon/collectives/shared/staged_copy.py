@@ -9,9 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
-from echelon.collectives.shared.header import Header, OperationKind
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import COLLECTIVE, LANE, RingReader, Slot, all_written
+from echelon.collectives.shared.slots import (
+    COLLECTIVE,
+    LANE,
+    Header,
+    OperationKind,
+    RingReader,
+    Slot,
+    all_written,
+)
 from echelon.collectives.shared.tensor_memory import (
     TensorMemory,
     copy_bytes,

@@ -1,11 +1,11 @@
 """The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
 
-import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -13,27 +13,77 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked so
 from torch.distributed import distributed_c10d as c10d
 
-from echelon.collectives import (
-    CallComparison,
-    Edge,
-    Edges,
-    Group,
-    HostBoundary,
-    Ledger,
-    RecordingGroup,
-    TorchGroup,
-    disjoint_pairs,
-    edges_over,
-    group_over,
-    make_boundary,
+from echelon.collectives.boundary import HostBoundary, make_boundary
+from echelon.collectives.comparison import CallComparison
+from echelon.collectives.group import Group, Handle
+from echelon.collectives.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
+from echelon.collectives.ledger import Ledger
+from echelon.collectives.process_groups import (
+    check_streams,
+    new_host_group,
+    new_process_group,
     without_serialization_warning,
 )
-from echelon.collectives.mesh.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
-from echelon.collectives.mesh.process_groups import new_host_group, new_process_group
-from echelon.errors import UserError, raise_errors
+from echelon.collectives.recording_group import RecordingGroup
+from echelon.collectives.shared.group import group_over
+from echelon.collectives.torch_group import TorchGroup
+from echelon.errors import UserError
 from echelon.launching import join
 from echelon.launching.group import backend_for, operation_limit
 from echelon.plan import Plan
+
+__all__ = ["Edge", "Edges", "Layout", "Mesh", "Position", "this_device"]
+
+
+class Edge(NamedTuple):
+    """One direction between this rank and another, with a queue of its own.
+
+    NCCL runs all unbatched operations of one communicator in one order, over all peers: a receive that waits
+    for rank r−1 would hold up the send to rank r+1, on which rank r−1 may be waiting. So there each edge has
+    a communicator of two ranks. Gloo and shared memory keep pairs of ranks apart by themselves: one group
+    serves all edges.
+    """
+
+    group: Group
+    peer: int  # the other rank, as `group` numbers it
+    # For bytes of the host; None where the host reads what it receives here.
+    host: Optional["Edge"] = None
+
+    def send(self, memory: Tensor, subject: str) -> Handle:
+        with self.group.ledger.about(subject):
+            return self.group.send(memory, self.peer, wait=False)
+
+    def recv(self, memory: Tensor, subject: str) -> Handle:
+        with self.group.ledger.about(subject):
+            return self.group.recv(memory, self.peer, wait=False)
+
+
+class Edges(NamedTuple):
+    """The edges of one rank, by the rank at the other end."""
+
+    outgoing: dict[int, Edge]
+    incoming: dict[int, Edge]
+
+
+def disjoint_pairs(pairs: Collection[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The pairs, in as few sets as a simple rule finds in which no rank appears twice."""
+    sets: list[list[tuple[int, int]]] = []
+    for pair in sorted(pairs):
+        fitting = (each for each in sets if not any(set(pair) & set(other) for other in each))
+        first = next(fitting, None)
+        if first is None:
+            sets.append([pair])
+        else:
+            first.append(pair)
+    return sets
+
+
+def edges_over(group: Group, device: torch.device) -> Edges:
+    """The edges of a group that keeps pairs of ranks apart, for tensors on `device`."""
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    host = device.type == "cpu"
+    edges = {peer: Edge(group, peer, None if host else Edge(group, peer)) for peer in others}
+    return Edges(edges, edges)
 
 
 class Mesh:
@@ -267,71 +317,3 @@ def _store() -> Store:
         store.set_timeout(operation_limit() or _DEFAULT_LIMIT)
         _stores[world] = store
     return _stores[world]
-
-
-# What a pipeline over NCCL needs of a GPU: a stream for each communicator, and hardware queues for streams.
-
-NUM_STREAMS = 32  # of each priority in torch's pool
-_DEFAULT_QUEUES = 8
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def check_streams(
-    plan: Plan,
-    groups: Iterable[Group],
-    pairs: Collection[tuple[int, int]],
-    pipeline: Group,
-    everyone: Group,
-    device: torch.device,
-) -> None:
-    """Refuse a pipeline whose messages could wait for each other; every rank must call this, and each raises.
-
-    `groups` are those that this rank has already; `pairs` (sender, receiver), as `pipeline` numbers its
-    ranks, are those that will have an edge.
-    """
-    extra = _num_message_streams()
-    num_edges = sum(pipeline.rank in pair for pair in pairs)
-    needed = num_edges * (1 + extra) + sum(_num_streams(group, extra) for group in groups)
-    numbers = torch.tensor([needed, num_edges, -_hardware_queues()], device=device)
-    everyone.all_reduce(numbers, "max")
-    most, most_edges, fewest_queues = (abs(number) for number in numbers.tolist())
-    raise_errors(f"plan '{plan}' over NCCL", list(_errors(most, most_edges, fewest_queues, extra)))
-
-
-def _errors(num_streams: int, num_edges: int, queues: int, extra: int) -> Iterator[str]:
-    if num_streams > NUM_STREAMS:
-        unbound = " (and pass device_id to init_process_group: without it each takes two)" if extra else ""
-        yield (
-            f"communicators of one rank must not share a CUDA stream, and torch has {NUM_STREAMS}: one rank "
-            f"needs {num_streams}, for messages to and from {num_edges // 2} ranks of neighbouring stages "
-            f"and for its groups; use stages whose numbers of replicas differ less, or data= to replicate "
-            f"the whole pipeline{unbound}"
-        )
-    if queues < _DEFAULT_QUEUES:
-        yield (
-            f"{_QUEUES} must be at least {_DEFAULT_QUEUES}, and a rank has {queues}: in so few hardware "
-            f"queues an operation that waits for another rank holds up what that rank waits for; set it to "
-            f"32 before CUDA starts, or unset it"
-        )
-
-
-def _num_streams(group: Group, extra: int) -> int:
-    """Streams of a group that is not an edge: for its collectives, and for messages to two neighbours."""
-    if isinstance(group, RecordingGroup) or group.size == 1:
-        return 0
-    return 1 + extra * min(group.size - 1, 2)
-
-
-def _num_message_streams() -> int:
-    """How many communicators of their own the messages between two ranks of a group have.
-
-    One, unless the process group is bound to a device.
-    """
-    world = dist.group.WORLD
-    return int(world is not None and world.bound_device_id is None)
-
-
-def _hardware_queues() -> int:
-    """How many hardware queues CUDA was asked for; it ignores what is no number from 1 to 32."""
-    text = os.environ.get(_QUEUES, "")
-    return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else _DEFAULT_QUEUES

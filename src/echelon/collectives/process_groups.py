@@ -15,15 +15,22 @@ hash of the group's ranks, which can be the same for two groups. These two are m
     second split     -  -  -  -  8  8
 """
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from echelon.collectives.group import Group
+from echelon.collectives.recording_group import RecordingGroup
+from echelon.errors import raise_errors
 from echelon.launching.group import backend_for, operation_limit
+from echelon.plan import Plan
 
 Groups = Iterable[Sequence[int]]
 
@@ -111,3 +118,92 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "no process group is initialised"
     return world
+
+
+_SHOW_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+
+
+@contextmanager
+def without_serialization_warning() -> Iterator[None]:
+    """Process groups that are made inside do not warn that their sends and receives run in one order.
+
+    For groups of two ranks in which one sends to the other: one order is what they are for. torch asks the
+    environment when a group is made; a filter of Python warnings does not see what its C++ code prints.
+    """
+    before = os.environ.get(_SHOW_WARNING)
+    os.environ[_SHOW_WARNING] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SHOW_WARNING]
+        else:
+            os.environ[_SHOW_WARNING] = before
+
+
+# What a pipeline over NCCL needs of a GPU: a stream for each communicator, and hardware queues for streams.
+
+NUM_STREAMS = 32  # of each priority in torch's pool
+_DEFAULT_QUEUES = 8
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def check_streams(
+    plan: Plan,
+    groups: Iterable[Group],
+    pairs: Collection[tuple[int, int]],
+    pipeline: Group,
+    everyone: Group,
+    device: torch.device,
+) -> None:
+    """Refuse a pipeline whose messages could wait for each other; every rank must call this, and each raises.
+
+    `groups` are those that this rank has already; `pairs` (sender, receiver), as `pipeline` numbers its
+    ranks, are those that will have an edge.
+    """
+    extra = _num_message_streams()
+    num_edges = sum(pipeline.rank in pair for pair in pairs)
+    needed = num_edges * (1 + extra) + sum(_num_streams(group, extra) for group in groups)
+    numbers = torch.tensor([needed, num_edges, -_hardware_queues()], device=device)
+    everyone.all_reduce(numbers, "max")
+    most, most_edges, fewest_queues = (abs(number) for number in numbers.tolist())
+    raise_errors(f"plan '{plan}' over NCCL", list(_errors(most, most_edges, fewest_queues, extra)))
+
+
+def _errors(num_streams: int, num_edges: int, queues: int, extra: int) -> Iterator[str]:
+    if num_streams > NUM_STREAMS:
+        unbound = " (and pass device_id to init_process_group: without it each takes two)" if extra else ""
+        yield (
+            f"communicators of one rank must not share a CUDA stream, and torch has {NUM_STREAMS}: one rank "
+            f"needs {num_streams}, for messages to and from {num_edges // 2} ranks of neighbouring stages "
+            f"and for its groups; use stages whose numbers of replicas differ less, or data= to replicate "
+            f"the whole pipeline{unbound}"
+        )
+    if queues < _DEFAULT_QUEUES:
+        yield (
+            f"{_QUEUES} must be at least {_DEFAULT_QUEUES}, and a rank has {queues}: in so few hardware "
+            f"queues an operation that waits for another rank holds up what that rank waits for; set it to "
+            f"32 before CUDA starts, or unset it"
+        )
+
+
+def _num_streams(group: Group, extra: int) -> int:
+    """Streams of a group that is not an edge: for its collectives, and for messages to two neighbours."""
+    if isinstance(group, RecordingGroup) or group.size == 1:
+        return 0
+    return 1 + extra * min(group.size - 1, 2)
+
+
+def _num_message_streams() -> int:
+    """How many communicators of their own the messages between two ranks of a group have.
+
+    One, unless the process group is bound to a device.
+    """
+    world = dist.group.WORLD
+    return int(world is not None and world.bound_device_id is None)
+
+
+def _hardware_queues() -> int:
+    """How many hardware queues CUDA was asked for; it ignores what is no number from 1 to 32."""
+    text = os.environ.get(_QUEUES, "")
+    return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else _DEFAULT_QUEUES
