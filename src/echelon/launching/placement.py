@@ -1,6 +1,6 @@
 """Which GPU each rank uses and how the ranks communicate: a pure function of what every rank reports.
 
-`rank_report.py` makes the reports, `store_agreement.py` brings them to rank 0 and the decision to every rank.
+`group.py` makes the reports, `store_agreement.py` brings them to rank 0 and the decision to every rank.
 """
 
 from collections import Counter

@@ -1,9 +1,10 @@
-"""How long ranks may be silent before a job is taken for one that hangs: an argument, or ECHELON_DEADLINE."""
+"""What a launch is given by the user: how long ranks may be silent, environment variables of single ranks."""
 
 import os
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_errors
 
 VARIABLE = "ECHELON_DEADLINE"
 SECONDS = 1800.0
@@ -40,3 +41,35 @@ def _check(seconds: float | None, given: str, unlimited: str) -> float | None:
     if seconds is not None and not seconds > 0:  # NaN is no deadline either
         raise UserError(f"{given}: must be more than 0 seconds, or {unlimited} for no deadline")
     return seconds
+
+
+Environment = Callable[[int], Mapping[str, str]]
+
+_RESERVED = ("RANK", "WORLD_SIZE")
+
+
+def variables_of(environment: Environment | None, rank: int) -> dict[str, str]:
+    """What `environment(rank)` says, checked."""
+    if environment is None:
+        return {}
+    if not callable(environment):
+        raise UserError(
+            f"environment={environment!r}: must be a function of the rank that returns a dict; "
+            "environment=lambda rank: {…}"
+        )
+    returned = environment(rank)
+    if not isinstance(returned, Mapping):
+        raise UserError(f"environment({rank}) returned {returned!r}: must return a dict of variables")
+    variables = dict(returned)
+    errors = [
+        f"{name}={value!r}: names and values must be strings"
+        for name, value in variables.items()
+        if not (isinstance(name, str) and isinstance(value, str))
+    ]
+    errors += [
+        f"{name}={variables[name]!r}: the launcher sets this variable; remove it"
+        for name in _RESERVED
+        if name in variables
+    ]
+    raise_errors(f"environment({rank})", errors)
+    return variables
