@@ -133,7 +133,7 @@ def test_stacks_of_a_rank_that_never_returns_from_c(process: RankProcess) -> Non
 
 
 def test_an_unguarded_launch_is_explained_once() -> None:
-    script = Path(__file__).parents[1] / "scripts" / "unguarded.py"
+    script = Path(__file__).parent / "scripts" / "unguarded.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert done.stderr.count("UserError: The main module launches ranks while it is imported") == 1

@@ -45,7 +45,7 @@ def test_a_rank_without_its_parent_ends_quietly(monkeypatch: pytest.MonkeyPatch,
     config = worker.RankConfig(0, 1, tmp_path / "gone", tmp_path, None, None, str(tmp_path), {}, {}, True)
     near, far = multiprocessing.Pipe()
     near.close()
-    monkeypatch.setattr(worker.lifeline, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(worker, "end_with_parent", lambda _: None)
     monkeypatch.setattr(worker, "open_channel", Channel)
     monkeypatch.setattr(worker, "_set_up_process", lambda config: pulse.take_slot(config.board, config.rank))
     with far, pytest.raises(SystemExit) as caught:
@@ -84,7 +84,7 @@ def is_loopback(address: str) -> bool:
     return v4.endswith("7F") if mapped else address == "00000000000000000000000001000000"
 
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "sitting.py"
+SCRIPT = Path(__file__).parent / "scripts" / "sitting.py"
 STARTING = SCRIPT.with_name("starting.py")
 SLOW_MODULE = """
 import os, time

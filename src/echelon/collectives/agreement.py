@@ -126,7 +126,7 @@ class RankAgreement:
 
     @property
     def is_late(self) -> bool:
-        """Whether reading `largest` at once would wait for a device."""
+        """Return whether reading `largest` at once would wait for a device."""
         return self._device.type == "cuda"
 
     @property

@@ -48,7 +48,7 @@ def about_content(text: str) -> Iterator[None]:
 
 
 class Call(NamedTuple):
-    """What one rank calls; `place` says where it is, and need not be the same on all ranks."""
+    """An operation that one rank calls; `place` says where it is, and may differ between ranks."""
 
     operation: str
     axis: str
@@ -158,7 +158,7 @@ class MessageEnd:
         self._store, self._call, self._compare_with = store, call, compare
         self._other = f"{key}/{'recv' if call.operation == 'send' else 'send'}"
         self._is_compared = False
-        store.set(f"{key}/{call.operation}", call.pack())  # before the look at the other: see the note
+        store.set(f"{key}/{call.operation}", call.pack())  # before the other end is read: see the note
         if self.has_other():
             self.compare()
 
@@ -198,8 +198,10 @@ class CheckedMessage(Work):
 
 
 def _is_same(first: Call, second: Call, rank: int, other: int) -> bool:
-    """Whether two ranks call the same collective; in an all-to-all, whether what one sends is what the other
-    expects."""
+    """Return whether two ranks call the same collective.
+
+    In an all-to-all, what one sends must be what the other expects.
+    """
     if (first.operation, *first[2:5]) != (second.operation, *second[2:5]):
         return False
     if first.rows is None or second.rows is None:

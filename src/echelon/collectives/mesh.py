@@ -66,7 +66,7 @@ class Edges(NamedTuple):
 
 
 def disjoint_pairs(pairs: Collection[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The pairs, in as few sets as a simple rule finds in which no rank appears twice."""
+    """Return the pairs, in as few sets as a simple rule finds in which no rank appears twice."""
     sets: list[list[tuple[int, int]]] = []
     for pair in sorted(pairs):
         fitting = (each for each in sets if not any(set(pair) & set(other) for other in each))
@@ -79,7 +79,7 @@ def disjoint_pairs(pairs: Collection[tuple[int, int]]) -> list[list[tuple[int, i
 
 
 def edges_over(group: Group, device: torch.device) -> Edges:
-    """The edges of a group that keeps pairs of ranks apart, for tensors on `device`."""
+    """Return the edges of a group that keeps pairs of ranks apart, for tensors on `device`."""
     others = [rank for rank in range(group.size) if rank != group.rank]
     host = device.type == "cpu"
     edges = {peer: Edge(group, peer, None if host else Edge(group, peer)) for peer in others}
@@ -133,7 +133,7 @@ class Mesh:
         return tuple(self._groups)
 
     def group(self, axis: str) -> Group:
-        """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
+        """Return this rank's group along `axis`: one of the plan's, `weights` (ranks with the same weights),
         `shard` (those that shard one copy of them), `copies` (those with the same part of other copies),
         `stage` (the ranks with parts of the same stages), `all`. With expert > 1 also `experts`,
         `expert_shard` and `expert_copies`: what `weights`, `shard` and `copies` are for experts."""
@@ -141,17 +141,17 @@ class Mesh:
 
     @property
     def boundary(self) -> HostBoundary:
-        """Between this rank's device and its host: made for the first who asks, and closed by this mesh."""
+        """Return the boundary between this rank's device and its host, which this mesh makes and closes."""
         if self._boundary is None:
             self._boundary = make_boundary(self.device, self.ledger)
         return self._boundary
 
     def host_storages(self) -> dict[str, list[Tensor]]:
-        """What is held in host memory now, by category; asks for no boundary."""
+        """Return what is held in host memory now, by category; asks for no boundary."""
         return {} if self._boundary is None else self._boundary.storages()
 
     def group_of_stages(self, stages: Collection[int]) -> Group:
-        """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
+        """Open a group of this pipeline's ranks that are in one of `stages`; every rank must call this.
 
         Where all stages have as many replicas, those with the same number along `data`.
         """
@@ -164,8 +164,10 @@ class Mesh:
         return group
 
     def edges(self, pairs: Collection[tuple[int, int]]) -> Edges:
-        """The edges between this rank and others of its pipeline; `pairs` (sender, receiver) are all that
-        the program uses, as the pipeline numbers its ranks; every rank must call this."""
+        """Return the edges between this rank and others of its pipeline; every rank must call this.
+
+        `pairs` (sender, receiver) are all that the program uses, as the pipeline numbers its ranks.
+        """
         group = self.group("pipeline")
         if group.size == 1 or group.has_queue_per_peer(self.device):
             return edges_over(group, self.device)
@@ -185,7 +187,7 @@ class Mesh:
         return edges
 
     def _open_host_group(self) -> Group:
-        """The ranks of this rank's pipeline, for bytes of the host; this mesh closes it."""
+        """Open a group of this rank's pipeline, for bytes of the host; this mesh closes it."""
         process_group = new_host_group(self.layout.group("pipeline", self.rank))
         return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
 
@@ -211,8 +213,8 @@ class Mesh:
         return group
 
     def _let_compare(self, group: Group) -> None:
-        """With debug=true. Not where stages have several replicas: there a sum that is begun early waits for
-        nobody, and a comparison would wait for a replica that waits for this rank."""
+        """With debug=true. Not where stages have several replicas: there a sum that is begun early does
+        not wait, and a comparison would wait for a replica that waits for this rank."""
         if self.plan.debug and max(self.plan.replicas) == 1:
             compare_calls(group)
 
@@ -240,7 +242,7 @@ def _combined(layout: Layout) -> tuple[str, ...]:
 
 
 def _first_equal_axis(layout: Layout, axis: str) -> str:
-    """The first axis with the same groups: a combined axis often equals a single one."""
+    """Return the first axis with the same groups: a combined axis often equals a single one."""
     candidates = (*_PREFERRED_AXES, *_combined(layout))
     return next(other for other in candidates if layout.same_groups(other, axis))
 
@@ -249,7 +251,7 @@ _PREFERRED_AXES = ("data", "context", "tensor", "pipeline")  # a single rank is 
 
 
 def _real_groups(layout: Layout, rank: int, device: torch.device) -> dict[str, Group]:
-    """This rank's group along each axis, connected: in the same order on every rank."""
+    """Return this rank's group along each axis, connected: in the same order on every rank."""
     ledger = Ledger()
     with ExitStack() as stack:  # closes what was made if a later group fails
         groups: dict[str, Group] = {}
@@ -271,7 +273,7 @@ def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
 
 
 def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
-    """The Group over a new process group; if it cannot be made, torch does not keep the process group."""
+    """Return the Group over a new process group; if it cannot be made, torch drops the process group."""
     try:
         return group_over(axis, process_group, ledger)
     except BaseException:
@@ -280,12 +282,12 @@ def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> 
 
 
 def _ranks_of_pair(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
-    """The ranks that a pipeline, `column`, gives the numbers of `pair`."""
+    """Return the ranks that a pipeline, `column`, gives the numbers of `pair`."""
     return [column[number] for number in pair]
 
 
 def this_device() -> torch.device:
-    """The device on which this process computes: the current GPU, if its group moves GPU tensors."""
+    """Return the device on which this process computes: the current GPU, if its group moves GPU tensors."""
     if torch.cuda.is_available() and (not dist.is_initialized() or backend_for("cuda") is not None):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -36,8 +36,8 @@ Groups = Iterable[Sequence[int]]
 
 
 def new_process_group(ranks: Sequence[int], all_groups: Callable[[], Groups]) -> dist.ProcessGroup | None:
-    """The process group of `ranks` over the world's backend; None if this rank is not one of them, or the
-    only one: it has nobody to talk to.
+    """Make the process group of `ranks` over the world's backend; return None unless it has this rank and
+    another one.
 
     Every rank must call this, each with its own `ranks`; the groups have no rank in common. `all_groups`
     returns all of them, in the same order on every rank. Only a split asks for them.
@@ -58,7 +58,7 @@ def new_process_group(ranks: Sequence[int], all_groups: Callable[[], Groups]) ->
 
 
 def new_host_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The process group of `ranks`, of which this rank is one, for host memory.
+    """Return the process group of `ranks`, of which this rank is one, for host memory.
 
     Every rank must call this, each with the group that it is in. `timeout` is that of an operation; without
     it, the world's own.
@@ -67,7 +67,7 @@ def new_host_group(ranks: Sequence[int], timeout: timedelta | None = None) -> di
 
 
 def _new_name(ranks: Sequence[int]) -> str:
-    """A name that no other group has: groups that are made together have no rank in common."""
+    """Return a name that no other group has: groups that are made together have no rank in common."""
     number = c10d._process_group_name([], use_hashed_name=False)
     return f"{number}:{min(ranks)}"
 
@@ -75,7 +75,7 @@ def _new_name(ranks: Sequence[int]) -> str:
 def _create(
     ranks: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """What new_group does on the members of a group, for this one; torch's tables have it then."""
+    """Make a group as new_group does on its members, and enter it into torch's tables."""
     world, members = _world(), sorted(ranks)
     world_backend, store = c10d._world.pg_map[world]
     kind = dist.Backend(backend or world_backend)
@@ -95,7 +95,7 @@ def _create(
 
 
 def _split_source() -> Any | None:
-    """The NCCL backend of the world, if new groups are split from it; None if each connects by itself."""
+    """Return the NCCL backend of the world if new groups are split from it; None if each one connects."""
     world = _world()
     if world.bound_device_id is None or backend_for("cuda") != "nccl":
         return None
@@ -103,8 +103,10 @@ def _split_source() -> Any | None:
 
 
 def _find_split(ranks: Sequence[int], all_groups: Groups) -> tuple[int, int]:
-    """The number of the split that makes the group of `ranks`, and how many splits there are. No split makes
-    a group of one rank."""
+    """Return the number of the split that makes the group of `ranks`, and how many splits there are.
+
+    No split makes a group of one rank.
+    """
     own_group, own_split, colours = sorted(ranks), 0, Counter[int]()
     for members in (sorted(group) for group in all_groups if len(group) > 1):
         colour = c10d._process_group_color(members)
@@ -195,7 +197,7 @@ def _num_streams(group: Group, extra: int) -> int:
 
 
 def _num_message_streams() -> int:
-    """How many communicators of their own the messages between two ranks of a group have.
+    """Return how many communicators of their own the messages between two ranks of a group have.
 
     One, unless the process group is bound to a device.
     """
@@ -204,6 +206,6 @@ def _num_message_streams() -> int:
 
 
 def _hardware_queues() -> int:
-    """How many hardware queues CUDA was asked for; it ignores what is no number from 1 to 32."""
+    """Return how many hardware queues CUDA was asked for; it ignores what is no number from 1 to 32."""
     text = os.environ.get(_QUEUES, "")
     return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else _DEFAULT_QUEUES

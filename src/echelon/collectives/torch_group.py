@@ -36,7 +36,7 @@ class Backend(NamedTuple):
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str, caller: str) -> Backend:
-    """The backend for tensors of this type of device; `caller` opens the message if there is none."""
+    """Return the backend for tensors of this type of device; `caller` opens the message if there is none."""
     names = backends_of(group)
     if device_type not in names:
         raise UserError(
@@ -91,6 +91,8 @@ class TorchGroup(Group):
     def moment(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
         if device.type != "cuda" or self.waits_on_host(device):
             return nullcontext
+        # A receive waits for the stream on which it is called. On a side stream that waits for this event
+        # alone, it can begin while the compute stream goes on.
         now = torch.cuda.current_stream(device).record_event()
 
         def since() -> AbstractContextManager[object]:
@@ -206,7 +208,7 @@ class TorchGroup(Group):
         return HOST_TIMING
 
     def _side(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which the completion of this group's collectives is recorded, and receives begin.
+        """Return the stream where completions of this group's collectives are recorded, and receives begin.
 
         torch hands out the same 32 streams of a priority again and again. One of the other priority than the
         backend's is none on which something is sent.
@@ -217,14 +219,14 @@ class TorchGroup(Group):
         return self._side_streams[device]
 
     def _backend(self, device_type: str, operation: str = "operations") -> Backend:
-        """What moves the tensors of this type of device."""
+        """Return what moves the tensors of this type of device."""
         if device_type not in self._backends:
             caller = f"{operation} along {self.axis}"
             self._backends[device_type] = backend_of(self.process_group, device_type, caller)
         return self._backends[device_type]
 
     def _host_only(self, tensor: Tensor) -> bool:
-        """Whether the backend cannot access this memory: Gloo sends and receives in host memory only."""
+        """Return whether the backend cannot access this memory: Gloo's messages are in host memory only."""
         return not tensor.is_cpu and self._backend(tensor.device.type).name == "gloo"
 
     def _reachable(self, tensor: Tensor) -> Tensor:
@@ -260,7 +262,7 @@ class _Scratch:
         self._in_use: dict[int, Tensor] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A buffer as large as `like`, which nothing else uses until `give_back`."""
+        """Return a buffer as large as `like`, which nothing else uses until `give_back`."""
         free = self._free.setdefault(like.dtype, [])
         fitting = [buffer for buffer in free if buffer.numel() >= like.numel()]
         buffer = min(fitting, key=Tensor.numel) if fitting else torch.empty(like.numel(), dtype=like.dtype)
@@ -289,7 +291,7 @@ _MOVED_TYPES = {
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """The same memory, flat, in a type that Gloo moves."""
+    """Return the same memory, flat, in a type that Gloo moves."""
     flat = tensor.view(-1)
     return flat if tensor.dtype in _MOVED_TYPES else flat.view(torch.uint8)
 
@@ -368,7 +370,7 @@ class ChainedWork(Work):
 
 
 def explained(error: RuntimeError, place: str) -> RuntimeError:
-    """A PeerLost when a peer caused it, so that the launcher looks for the cause in another rank."""
+    """Return a PeerLost when a peer caused it, so that the launcher looks for the cause in another rank."""
     if is_peer_error(error):
         return PeerLost(f"{place} lost a peer: {error}")
     return error

@@ -21,11 +21,11 @@ class Work(ABC):
         """Advance it while its caller does other work."""
 
     def done_at(self) -> float | None:
-        """When it was complete (time.perf_counter); None if only the return of `wait` is known."""
+        """Return when it was complete (time.perf_counter); None if only the return of `wait` is known."""
         return None
 
     def done(self) -> bool:
-        """Whether it is known to be complete; does not wait."""
+        """Return whether it is known to be complete; does not wait."""
         return False
 
 
@@ -34,7 +34,7 @@ class Timing(ABC):
 
     @abstractmethod
     def overlap(self, work: Work) -> None:
-        """The operation is issued, and its caller does other work before it waits."""
+        """Note that the operation is issued, and that its caller does other work before it waits."""
 
     @abstractmethod
     def wait(self, work: Work, move: Move, ledger: Ledger) -> None:
@@ -43,7 +43,7 @@ class Timing(ABC):
 
 @final
 class HostTiming(Timing):
-    """Where `wait` returns when the operation is complete: the host's clock says all. Has no state."""
+    """For operations whose `wait` returns at completion: the host's clock says all. Has no state."""
 
     def overlap(self, work: Work) -> None:
         pass

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def pack(value: object) -> bytes:
-    """The bytes of `value`. Tensors are copied to the CPU; shared storages become separate ones."""
+    """Return the bytes of `value`. Tensors are copied to the CPU; shared storages become separate ones."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given; its tensors are on the CPU."""
+    """Return the value that `pack` was given; its tensors are on the CPU."""
     return pickle.loads(data)
 
 
@@ -79,7 +79,7 @@ class Answer(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What the user's function sends with `send_message` while it runs."""
+    """A value that the user's function sends with `send_message` while it runs."""
 
     content: Any
 
@@ -114,7 +114,7 @@ def open_channel(connection: Connection) -> Channel:
 
 
 def _close_in_child() -> None:
-    """A data worker is no rank: it must not send in its name, nor keep its pipe open after its death."""
+    """Close the pipe: a data worker must not send in the rank's name, nor keep its pipe open."""
     global _channel
     if _channel is not None:
         _channel.close()
@@ -122,7 +122,7 @@ def _close_in_child() -> None:
 
 
 def is_launched_rank() -> bool:
-    """Whether this process is a rank that `launch` or `Ranks` started."""
+    """Return whether this process is a rank that `launch` or `Ranks` started."""
     return _channel is not None
 
 
@@ -137,7 +137,7 @@ _INPUT = "what is sent to the ranks"
 
 
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
-    """The bytes that ask a rank for `fn(*args)`; one error names every part that cannot be sent."""
+    """Return the bytes that ask a rank for `fn(*args)`; one error names every part that cannot be sent."""
     _refuse_program_from_stdin()
     _refuse_interactive(fn)
     try:
@@ -159,7 +159,7 @@ def _refuse_program_from_stdin() -> None:
 
 
 def _refuse_interactive(fn: Callable[..., object]) -> None:
-    """A rank finds a function by its name in a module, but it cannot import an interactive session."""
+    """Refuse a function that ranks cannot find: they import modules, and no interactive session."""
     inner = fn.func if isinstance(fn, functools.partial) else fn
     in_main = getattr(inner, "__module__", None) == "__main__"
     if in_main and not hasattr(sys.modules["__main__"], "__file__"):

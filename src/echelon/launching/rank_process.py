@@ -58,7 +58,7 @@ class RankProcess:
 
     @property
     def sources(self) -> list[Connection | int]:
-        """What becomes readable when `poll` has something to return."""
+        """Return what becomes readable when `poll` has something to return."""
         end = self.process.sentinel
         return [self._connection, end] if self._pipe_is_open else [end]
 
@@ -68,7 +68,7 @@ class RankProcess:
             self._connection.send_bytes(data)
 
     def poll(self) -> Event | None:
-        """The next event of this rank, if there is one. Its death comes after all that it sent."""
+        """Return the next event of this rank, if there is one. Its death comes after all that it sent."""
         is_dead = not self.is_alive  # checked first: a dead rank sends nothing after this
         if self._pipe_is_open and self._connection.poll():
             return self._receive()
@@ -102,7 +102,7 @@ class RankProcess:
             self._send(os.kill, worker.STACKS_SIGNAL)
 
     def stacks(self) -> str:
-        """What the rank has written since `request_stacks`."""
+        """Return what the rank has written since `request_stacks`."""
         return self._config.stacks.read_text() if self._config.stacks.exists() else ""
 
     def send_signal(self, number: int) -> None:
@@ -150,7 +150,7 @@ def kill_all(processes: Sequence[RankProcess], *, at_once: bool = False) -> None
 
 
 def collect_stacks(processes: Sequence[RankProcess]) -> list[str]:
-    """Where every thread of every rank is now, in rank order; '' for a rank that does not write it in time.
+    """Return the stacks of every rank's threads, in rank order; '' for a rank that does not write in time.
 
     A signal handler in C writes them, so the rank may be inside a call that never returns.
     """
@@ -190,7 +190,7 @@ def refuse_while_main_is_imported() -> None:
 
 
 def missing_guard_error() -> UserError:
-    """The error, with the wrong and the right code."""
+    """Return the error, with the wrong and the right code."""
     return UserError(
         "The main module launches ranks while it is imported, and every rank imports it:\n"
         "\n"

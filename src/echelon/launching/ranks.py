@@ -53,7 +53,7 @@ _GRACE_SECONDS = 0.5  # after the first failure, for the root cause to arrive
 
 @dataclass
 class _Replies:
-    """How the ranks have replied to a call, by rank."""
+    """The replies of the ranks to a call, by rank."""
 
     answers: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Ranks:
         return root.user_error
 
     def _describe_others(self, replies: _Replies, root: int) -> list[str]:
-        """A line for every rank but `root`: it failed too, or will be ended."""
+        """Return a line for every rank but `root`: it failed too, or will be ended."""
         lines = [f"rank {rank} was ended; it {state}" for rank, state in enumerate(self._states(replies))]
         for rank, failure in replies.failures.items():
             lines[rank] = f"rank {rank} {failure.reason.splitlines()[0]}"
@@ -243,7 +243,7 @@ class Ranks:
         return RankHung(rank, f"{why}; {reason}", "\n\n".join(texts), lines)
 
     def _states(self, replies: _Replies, frames: Sequence[str] = ()) -> list[str]:
-        """What each rank does, in words; `frames` say where their hosts are."""
+        """Return what each rank does, in words; `frames` say where their hosts are."""
         pulses = self._board.read()
         return [
             hang.describe(pulse, rank in replies.answers, frame)

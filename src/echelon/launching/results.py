@@ -31,7 +31,7 @@ _ARRAY_KINDS = "biufcSUmM"  # numpy's: booleans, numbers, text, times. Objects a
 
 
 def encode(value: object) -> bytes:
-    """The bytes of `value`; a TypeError names what they cannot hold. Tensors are copied to the CPU."""
+    """Return the bytes of `value`; a TypeError names what they cannot hold. Tensors are copied to the CPU."""
     from safetensors.torch import save
 
     encoder = _Encoder()
@@ -51,7 +51,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` was given. Tensors are on the CPU and need no gradient."""
+    """Return the value that `encode` was given. Tensors are on the CPU and need no gradient."""
     from safetensors.torch import load
 
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -212,7 +212,7 @@ def is_named_tuple(kind: type[Any]) -> bool:
 
 
 def class_name(kind: type[Any], place: str) -> str:
-    """The name by which other ranks find `kind`; `place` is where the object is, for errors."""
+    """Return the name by which other ranks find `kind`; `place` is where the object is, for errors."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _loaded_class(name) is not kind:
         raise TypeError(
@@ -223,7 +223,7 @@ def class_name(kind: type[Any], place: str) -> str:
 
 
 def find_class(name: str) -> type[Any]:
-    """The dataclass or named tuple of this name."""
+    """Return the dataclass or named tuple of this name."""
     kind = _loaded_class(name)
     if kind is None:
         module = name.partition(":")[0]
@@ -237,7 +237,7 @@ def find_class(name: str) -> type[Any]:
 
 
 def fields_of(value: Any, place: str) -> dict[str, Any]:
-    """The fields of a dataclass that have a value, if they are all there is to it."""
+    """Return the fields of a dataclass that have a value, if they are all there is to it."""
     kind = type(value)
     names = _field_names(kind)
     if _new_object(kind) is None:
@@ -283,8 +283,10 @@ def make_dataclass(kind: type[Any], fields: Mapping[str, Any]) -> Any:
 
 
 def _loaded_class(name: str) -> type[Any] | None:
-    """The class of a loaded module, or a class inside that, and so on. Reads what is there: a lookup by
-    `getattr` could run code of the module."""
+    """Return the class of a loaded module, or a class inside that, and so on.
+
+    Reads what is there: a lookup by `getattr` could run code of the module.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -299,7 +301,7 @@ def _field_names(kind: type[Any]) -> list[str]:
 
 
 def _new_object(kind: type[Any]) -> Any:
-    """An object without values; None for a class that Python cannot make so, like one that is a dict too."""
+    """Return an object without values; None for a class that cannot be made so, like one that is a dict."""
     try:
         return object.__new__(kind)
     except TypeError:
@@ -307,7 +309,7 @@ def _new_object(kind: type[Any]) -> Any:
 
 
 def _runs_code(kind: type[Any], name: str) -> bool:
-    """Whether setting this field would call something, as of a property. A slot calls nothing."""
+    """Return whether setting this field would call something, as of a property. A slot calls nothing."""
     attribute = inspect.getattr_static(kind, name, None)
     return hasattr(type(attribute), "__set__") and not isinstance(attribute, MemberDescriptorType)
 

@@ -1,4 +1,4 @@
-"""What a launch is given by the user: how long ranks may be silent, environment variables of single ranks."""
+"""Settings that users give to a launch: its deadline, and environment variables of single ranks."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ FROM_ENVIRONMENT: Final = "environment"
 
 
 def deadline_seconds(deadline: Deadline) -> float | None:
-    """The seconds; None: no limit. A UserError if an argument or the environment has something else."""
+    """Return the seconds, or None for no limit; refuse anything else with a UserError."""
     if deadline == FROM_ENVIRONMENT:
         text = os.environ.get(VARIABLE, "")
         return _check(_read(text), f"{VARIABLE}={text!r} in the environment", "none") if text else SECONDS
@@ -49,7 +49,7 @@ _RESERVED = ("RANK", "WORLD_SIZE")
 
 
 def variables_of(environment: Environment | None, rank: int) -> dict[str, str]:
-    """What `environment(rank)` says, checked."""
+    """Return the checked variables of `environment(rank)`."""
     if environment is None:
         return {}
     if not callable(environment):

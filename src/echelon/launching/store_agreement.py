@@ -28,7 +28,7 @@ def agree(
     *,
     limit: timedelta | None = None,
 ) -> Any:
-    """What `decide` makes of all ranks' reports, in rank order. Rank 0 decides.
+    """Return what `decide` makes of all ranks' reports, in rank order. Rank 0 decides.
 
     A UserError, of `decide` or of any rank's `report`, is raised on every rank. Any other error is raised on
     the rank where it happens, and is a PeerLost on the others. Reports and decision are JSON: tuples arrive
@@ -51,7 +51,7 @@ def agree(
 
 
 def _run(function: Callable[[], object], rank: int) -> tuple[str, Exception | None]:
-    """The JSON of what `function` returns or raises; and the error, if it is for this rank alone."""
+    """Return the JSON of what `function` returns or raises; and the error, if it is for this rank alone."""
     try:
         return json.dumps({"value": function()}), None
     except UserError as error:

@@ -25,7 +25,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_under_torchrun() -> bool:
-    """Whether this process is one of several that another launcher started."""
+    """Return whether this process is one of several that another launcher started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_launched_rank()
 
 
@@ -71,7 +71,7 @@ def when_ended(call: Callable[[str], object]) -> None:
 
 def report_failure(reason: str) -> None:
     """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
-    if "echelon.launching.watch.watchdog" in sys.modules:  # otherwise it has joined nobody
+    if "echelon.launching.watch.watchdog" in sys.modules:  # otherwise it has joined no ranks
         from echelon.launching.watch import watchdog
 
         watchdog.report_failure(reason)
@@ -98,7 +98,7 @@ def run_among_peers(
 
 
 def share_results(value: object) -> list[Any]:
-    """A list with the results of all ranks; off rank 0, a RemoteResult for all but rank 0 and this rank.
+    """Return the results of all ranks; off rank 0, a RemoteResult for all but rank 0 and this rank.
 
     Every rank must call this. Each result comes from its bytes, also that of this rank, so it is the same
     wherever it is used. A result that cannot be sent is a TypeError on its rank, and a UserError on others.
@@ -123,7 +123,7 @@ def share_results(value: object) -> list[Any]:
 
 
 def _try_encode(value: object) -> tuple[bytes, Exception | None]:
-    """The bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
+    """Return the bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
     try:
         return encode(value), None
     except Exception as error:

@@ -67,7 +67,7 @@ def main(config: RankConfig, connection: Connection) -> None:
 def _report(channel: Channel, reason: failure.Failure) -> None:
     try:
         channel.send(pack(reason))
-    except OSError:  # the parent has ended this launch, or itself: nobody is left to tell
+    except OSError:  # the parent has ended this launch, or itself
         sys.exit(1)
 
 

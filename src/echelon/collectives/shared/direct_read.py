@@ -31,7 +31,7 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     for rank, address in addresses.items():
         link.read(rank, address + starts[rank], parts[rank].data_ptr(), parts[rank].nbytes)
     _release_all(link, now=True)
-    await link.writer.all_read()
+    await link.writer.all_read()  # the caller may overwrite or free the tensor when this returns
 
 
 async def reduce_scatter(link: Link, output: Tensor, whole: Tensor, op: Reduction) -> None:

@@ -36,8 +36,7 @@ _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.We
 
 
 def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
-    """The Group over `process_group`: CPU tensors go through shared memory where Gloo would move them on
-    one host.
+    """Return the Group over `process_group`: shared memory where Gloo would move CPU tensors on one host.
 
     All ranks of the process group must call this, because the first call connects them.
     """
@@ -149,7 +148,7 @@ _STAGED_SEND_BYTES = LANE.free_bytes  # a message that fits the lane does not wa
 
 
 class _Form(Protocol):
-    """What both forms can do."""
+    """The operations of both forms."""
 
     def all_reduce(self, link: Link, flat: Tensor, op: Reduction) -> Steps: ...
     def reduce_scatter(self, link: Link, output: Tensor, whole: Tensor, op: Reduction) -> Steps: ...
@@ -164,7 +163,7 @@ def _choose_form(link: Link, tensor: Tensor, staged_bytes: int = _STAGED_BYTES) 
 
 
 def _needs_copy(form: _Form, tensor: Tensor) -> bool:
-    """Whether peers could not read the tensor: memory pinned for a device. They can read a copy."""
+    """Return whether peers could not read the tensor: memory pinned for a device. They can read a copy."""
     return form is direct_read and tensor.is_pinned()
 
 

@@ -99,7 +99,7 @@ class Link:
         self._progress_loop.close()
 
     def close_sockets(self) -> None:
-        """In a forked child: without this, its sockets would make this rank look alive to the peers."""
+        """In a forked child: without this, its sockets would let peers take this rank for alive."""
         for peer in self._sockets.values():
             peer.close()
 
@@ -181,7 +181,7 @@ class _Card(NamedTuple):
 def _prepare(
     group: dist.ProcessGroup, secret: torch.Tensor, resources: contextlib.ExitStack
 ) -> tuple[Host | None, str]:
-    """This rank's end of the handshakes, and its card; or a card that says why there is none."""
+    """Return this rank's end of the handshakes, and its card; or a card that says why there is none."""
     switch = os.environ.get(SWITCH) or "auto"
     if switch not in _SWITCHES:
         return None, f"{_UNKNOWN} {switch}"[: _CARD_BYTES // 4]  # a character has at most four bytes
@@ -197,7 +197,7 @@ def _prepare(
 
 
 def _exchange(card: str, group: dist.ProcessGroup) -> list[str]:
-    """The cards of all ranks."""
+    """Return the cards of all ranks."""
     padded = bytearray(card.encode().ljust(_CARD_BYTES, b"\0"))
     cards = [torch.empty(_CARD_BYTES, dtype=torch.uint8) for _ in range(group.size())]
     dist.all_gather(cards, torch.frombuffer(padded, dtype=torch.uint8), group=group)
@@ -205,7 +205,7 @@ def _exchange(card: str, group: dist.ProcessGroup) -> list[str]:
 
 
 def _vote(group: dist.ProcessGroup, *answers: bool) -> list[bool]:
-    """For each answer, whether all ranks say yes."""
+    """Return, for each answer, whether all ranks say yes."""
     votes = torch.tensor(answers, dtype=torch.uint8)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
     return [bool(vote) for vote in votes]
@@ -226,7 +226,7 @@ def _on_one_host(cards: list[list[str]]) -> bool:
 
 
 def _connect(host: Host, callers: list[socket.socket]) -> list[ConnectedPeer]:
-    """All peers, in rank order; fewer where one does not answer."""
+    """Return all peers, in rank order; fewer where one does not answer."""
     peers: list[ConnectedPeer] = []
     with contextlib.suppress(OSError, ValueError):
         host.answer_all(peers)
@@ -235,7 +235,7 @@ def _connect(host: Host, callers: list[socket.socket]) -> list[ConnectedPeer]:
 
 
 def _link_or_none(host: Host, peers: list[ConnectedPeer], group: dist.ProcessGroup) -> Link | None:
-    """None where a peer is missing, or the system has no memory, descriptor or thread left."""
+    """Return None if a peer is missing, or the system has no memory, descriptor or thread left."""
     if len(peers) < host.size - 1:
         return None
     backend = group._get_backend(torch.device("cpu"))
@@ -246,7 +246,7 @@ def _link_or_none(host: Host, peers: list[ConnectedPeer], group: dist.ProcessGro
 
 
 def _can_read(process: int, card: _Card) -> bool:
-    """Whether this rank can read the secret of another one in that rank's memory."""
+    """Return whether this rank can read the secret of another one in that rank's memory."""
     buffer = torch.zeros(SECRET_BYTES, dtype=torch.uint8)
     with contextlib.suppress(OSError, AttributeError):  # some C libraries do not have the call
         read_memory(process, int(card.address), buffer.data_ptr(), SECRET_BYTES)

@@ -36,7 +36,7 @@ class ConnectedPeer(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """Where a rank listens, on which host, and the secret of a caller. Only the ranks of the group get it."""
+    """The name at which a rank listens, its host, and a caller's secret. Only ranks of the group get it."""
 
     host: str
     name: str
@@ -85,7 +85,7 @@ class Host:
         return []
 
     def answer_all(self, peers: list[ConnectedPeer]) -> None:
-        """Append all higher ranks, which have called, to `peers`; turn other callers away."""
+        """Append all higher ranks, which have called, to `peers`; reject other callers."""
         missing = set(range(self.rank + 1, self.size))
         self._listener.settimeout(_TIMEOUT_SECONDS)
         while missing:
@@ -98,13 +98,13 @@ class Host:
                 peers.append(peer)
 
     def receive_region(self, caller: socket.socket, rank: int) -> ConnectedPeer:
-        """The answer of rank `rank`, which was called."""
+        """Return the answer of rank `rank`, which was called."""
         _, descriptors, _, _ = socket.recv_fds(caller, 1, 1)
         caller.settimeout(None)
         return ConnectedPeer(rank, _credentials(caller).process, caller, self._map(descriptors))
 
     def _answer(self, caller: socket.socket, missing: set[int]) -> ConnectedPeer | None:
-        """The rank that calls, or None for a stranger. A rank's hello is here already: this never waits."""
+        """Return the rank that calls, or None for a stranger. A rank's hello is here: this never waits."""
         if not _has_our_user(caller):
             return None
         caller.setblocking(False)
@@ -154,7 +154,7 @@ def _has_our_user(caller: socket.socket) -> bool:
 
 
 def _credentials(caller: socket.socket) -> _Credentials:
-    """The credentials of the other end, from the kernel."""
+    """Return the credentials of the other end, from the kernel."""
     packed = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _Credentials(*_CREDENTIALS.unpack(packed))
 
@@ -187,7 +187,7 @@ class PeerSocket:
             raise PeerLost(f"rank {first} is gone" + "".join(f", then rank {other}" for other in others))
 
     def has_disconnected(self) -> bool:
-        """Whether the peer is gone, even if some of its notices were not received yet."""
+        """Return whether the peer is gone, even if some of its notices were not received yet."""
         return bool(self._disconnect_poll.poll(0))
 
     def receive(self) -> bool:

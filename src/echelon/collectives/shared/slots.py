@@ -61,7 +61,7 @@ class Header(NamedTuple):
         source: int = -1,
         readable: TensorMemory | None = None,
     ) -> "Header":
-        """For operation `number` of its queue on `payload`; the others read `readable` directly, if given."""
+        """Return the header of operation `number` of its queue; others read `readable` directly, if given."""
         return cls(
             number,
             kind,
@@ -74,7 +74,7 @@ class Header(NamedTuple):
         )
 
     def matches(self, other: "Header") -> bool:
-        """Whether both describe the same operation; each rank's tensor has an address of its own."""
+        """Return whether both describe the same operation; each rank's tensor has an address of its own."""
         return self[:-1] == other[:-1]
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ assert PACKED_HEADER.size <= HEADER_BYTES
 
 
 class RingShape(NamedTuple):
-    """How many slots a ring has, and how many bytes fit in a slot."""
+    """The number of slots of a ring, and the bytes that fit in one."""
 
     slots: int
     slot_bytes: int
@@ -104,7 +104,7 @@ class RingShape(NamedTuple):
 
     @property
     def free_bytes(self) -> int:
-        """What can be written at least, once everything written before has been read."""
+        """Return what can be written at least, once everything written before has been read."""
         return (self.slots - self.slots_per_release + 1) * self.slot_bytes
 
     @property
@@ -144,7 +144,7 @@ class Wait(Enum):
 
 
 def region_bytes(size: int) -> int:
-    """The bytes that each of `size` ranks shares."""
+    """Return the bytes that each of `size` ranks shares."""
     return COLLECTIVE.ring_bytes + size * LANE.ring_bytes
 
 
@@ -156,7 +156,7 @@ class Slot(NamedTuple):
 
 
 class Ring:
-    """The slots of one ring in a mapped region. Turn n is in slot n modulo the number of slots."""
+    """The slots of one ring in a mapped region. Piece n is in slot n modulo the number of slots."""
 
     def __init__(self, region: mmap, start: int, shape: RingShape) -> None:
         stride = HEADER_BYTES + shape.slot_bytes
@@ -164,8 +164,8 @@ class Ring:
         self._region = region
         self._starts = [start + index * stride for index in range(shape.slots)]
 
-    def slot(self, turn: int) -> Slot:
-        return self._slots[turn % self.shape.slots]
+    def slot(self, piece: int) -> Slot:
+        return self._slots[piece % self.shape.slots]
 
     @cached_property  # most rings of a large group are never used
     def _slots(self) -> list[Slot]:
@@ -177,11 +177,11 @@ class Ring:
             ]
         return [Slot(memory, memory.data_ptr()) for memory in memories]
 
-    def header(self, turn: int) -> Header:
-        return Header._make(PACKED_HEADER.unpack_from(self._region, self._starts[turn % self.shape.slots]))
+    def header(self, piece: int) -> Header:
+        return Header._make(PACKED_HEADER.unpack_from(self._region, self._starts[piece % self.shape.slots]))
 
-    def set_header(self, turn: int, header: Header) -> None:
-        PACKED_HEADER.pack_into(self._region, self._starts[turn % self.shape.slots], *header)
+    def set_header(self, piece: int, header: Header) -> None:
+        PACKED_HEADER.pack_into(self._region, self._starts[piece % self.shape.slots], *header)
 
 
 def collective_ring(region: mmap) -> Ring:
@@ -197,26 +197,28 @@ class RingWriter:
 
     def __init__(self, ring: Ring, readers: Sequence[Peer], *, wrote: Notice, read: Notice) -> None:
         self._ring, self._readers, self._wrote, self._read = ring, readers, wrote, read
-        self._turn = 0
+        self._num_pieces = 0
 
     async def slot(self) -> Slot:
-        """The next slot to write, once every reader has read its earlier content."""
-        await self._until_read(self._turn + 1 - self._ring.shape.slots)
-        return self._ring.slot(self._turn)
+        """Return the next slot to write, once every reader has read its earlier content."""
+        await self._until_read(self._num_pieces + 1 - self._ring.shape.slots)
+        return self._ring.slot(self._num_pieces)
 
     async def all_read(self, wait: Wait = Wait.FOR_NEXT_STEP) -> None:
         """Return when everything written has been read. The readers must release the last slot `now`."""
-        await self._until_read(self._turn, wait)
+        await self._until_read(self._num_pieces, wait)
 
     def publish(self, header: Header) -> None:
         """Give the slot to the readers."""
-        self._ring.set_header(self._turn, header)
-        self._turn += 1
+        # The header is written before the notice is sent, and a socket orders memory accesses: a reader that
+        # has the notice sees the header and the bytes of its slot.
+        self._ring.set_header(self._num_pieces, header)
+        self._num_pieces += 1
         for reader in self._readers:
             reader.notify(self._wrote, 1)
 
-    async def _until_read(self, turns: int, wait: Wait = Wait.FOR_NEXT_STEP) -> None:
-        while late := [reader for reader in self._readers if reader.num_received(self._read) < turns]:
+    async def _until_read(self, pieces: int, wait: Wait = Wait.FOR_NEXT_STEP) -> None:
+        while late := [reader for reader in self._readers if reader.num_received(self._read) < pieces]:
             for reader in late:
                 reader.raise_if_lost()
             await _pause(wait)
@@ -227,31 +229,31 @@ class RingReader:
 
     def __init__(self, ring: Ring, writer: Peer, *, wrote: Notice, read: Notice) -> None:
         self._ring, self._writer, self._wrote, self._read = ring, writer, wrote, read
-        self._turn = 0
+        self._num_pieces = 0
         self._num_unreported = 0  # slots released here, of which the writer does not know yet
 
     def slot(self) -> Slot:
-        """The next slot, which must be written."""
-        return self._ring.slot(self._turn)
+        """Return the next slot, which must be written."""
+        return self._ring.slot(self._num_pieces)
 
     def address(self) -> int:
-        """The address of the writer's tensor in the next slot, which must be written."""
-        return self._ring.header(self._turn).address
+        """Return the address of the writer's tensor in the next slot, which must be written."""
+        return self._ring.header(self._num_pieces).address
 
     def release(self, *, now: bool = False) -> None:
         """Give the slot back to the writer; `now` notifies it at once, else together with others."""
-        self._turn += 1
+        self._num_pieces += 1
         self._num_unreported += 1
         if now or self._num_unreported == self._ring.shape.slots_per_release:
             self._writer.notify(self._read, self._num_unreported)
             self._num_unreported = 0
 
     def is_written(self, expected: Header) -> bool:
-        """Whether the next slot is written; raise if it does not match, or if the writer is lost."""
-        if self._writer.num_received(self._wrote) <= self._turn:
+        """Return whether the next slot is written; raise if it does not match, or if the writer is lost."""
+        if self._writer.num_received(self._wrote) <= self._num_pieces:
             self._writer.raise_if_lost()
             return False
-        header = self._ring.header(self._turn)
+        header = self._ring.header(self._num_pieces)
         if not header.matches(expected):
             raise MismatchError(
                 f"rank {self._writer.rank} passed {header} where {expected} was expected: all ranks must "

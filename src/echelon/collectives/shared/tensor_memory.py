@@ -50,7 +50,7 @@ class TensorMemory(NamedTuple):
 
 
 def flat_alias(tensor: Tensor) -> Tensor:
-    """A flat tensor over the same memory, without the autograd and inference state of `tensor`.
+    """Return a flat tensor over the same memory, without the autograd and inference state of `tensor`.
 
     Like a backend we write into memory, not into a node of the graph: the version counter stays. The memory
     lives as long as the alias or a view of it, also after `tensor.data = …`.

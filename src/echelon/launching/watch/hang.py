@@ -25,12 +25,12 @@ class Watch:
 
     @property
     def period(self) -> float | None:
-        """How long the parent may wait before it checks again."""
+        """Return how long the parent may wait before it checks again."""
         return None if self._deadline is None else min(self._deadline / 10, 1.0)
 
     @property
     def reason(self) -> str:
-        """What is wrong when the deadline has passed."""
+        """Return the reason of an error when the deadline has passed."""
         return f"no rank gave a sign of life for {self._deadline:g} s"
 
     def sign_of_life(self) -> None:
@@ -51,7 +51,7 @@ class Watch:
 def rank_to_blame(
     pulses: Sequence[Pulse], returned: Collection[int], states: Sequence[str]
 ) -> tuple[int, str]:
-    """The rank that the others seem to wait for, and why ('rank 1 …'); `states` has what `describe` says.
+    """Return the rank that the others seem to wait for, and why ('rank 1 …'); `states` are by `describe`.
 
     First comes a rank that works while others wait, then one that has returned while others wait, then the
     one that is furthest behind, then one in an operation that the fewest are in. If all are equal, it is the
@@ -87,7 +87,7 @@ def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
 
 
 def place_of(pulse: Pulse) -> str:
-    """Where a rank is in its training: 'is in step 7, at F0 of stage 1, microbatch 0, '; '' if unknown."""
+    """Return 'is in step 7, at F0 of stage 1, microbatch 0, ', where a rank is; '' if unknown."""
     at = f"at {pulse.instruction}, " if pulse.instruction else ""
     if pulse.is_stepping:
         return f"is in step {pulse.step}, {at}"
@@ -96,7 +96,7 @@ def place_of(pulse: Pulse) -> str:
 
 
 def main_frame(stacks: str) -> str:
-    """Where the main thread is ('in item (loop.py:88)'), from what faulthandler wrote; '' if unclear."""
+    """Return where the main thread is ('in item (loop.py:88)'), by faulthandler's text; '' if unclear."""
     threads = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)
     if stacks.rstrip().endswith("..."):  # too many threads: the main thread, which comes last, is missing
         return ""
@@ -115,7 +115,7 @@ _SILENT = "gives no answer: its process or its host is gone, or its interpreter 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank left the job before the others were told to end; `reason` follows 'rank 3 …'."""
+    """The end of a rank that left the job before the others; `reason` follows 'rank 3 …'."""
 
     reason: str
     has_failed: bool = False
@@ -124,7 +124,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of the ranks of a job that ends: each has answered, has ended before, or neither."""
+    """The facts of the ranks of a job that ends: each has answered, has ended before, or neither."""
 
     reason: str  # 'no rank gave a sign of life for 2 s'
     ranks: int
@@ -133,11 +133,11 @@ class Findings:
     endings: Mapping[int, Ending]
 
     def states(self) -> list[str]:
-        """What each rank does, in words."""
+        """Return what each rank does, in words."""
         return [self._state(rank) for rank in range(self.ranks)]
 
     def to_blame(self) -> tuple[int, str]:
-        """The rank that the others seem to wait for, and why ('rank 1 …').
+        """Return the rank that the others seem to wait for, and why ('rank 1 …').
 
         First comes a rank that failed, then one that is silent, then one that failed because it lost a peer,
         then whom `rank_to_blame` finds by the pulses.
@@ -161,7 +161,7 @@ class Findings:
 
 
 def report_text(findings: Findings, reporter: int, stacks: Mapping[int, str], exit_code: int) -> str:
-    """What rank `reporter` prints; `stacks` has its own and that of the rank to blame."""
+    """Return what rank `reporter` prints; `stacks` has its own and that of the rank to blame."""
     rank, why = findings.to_blame()
     # A failure is the reason itself.
     reason = "" if findings.reason.startswith(f"rank {rank} {why}") else f"; {findings.reason}"

@@ -30,7 +30,7 @@ class _Slot(ctypes.Structure):
 
 
 class Pulse(NamedTuple):
-    """What one rank's slot held: numbers of beats and operations, the name of the last operation, the
+    """The content of one rank's slot: numbers of beats and operations, the name of the last operation, the
     instruction of the step's program that the rank's host is at ('' outside a step), and the last step that
     it began (1 is the first, 0: none), which it may be in."""
 
@@ -44,7 +44,7 @@ class Pulse(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether the rank is inside an operation with other ranks."""
+        """Return whether the rank is inside an operation with other ranks."""
         return self.entered > self.left
 
 
@@ -52,7 +52,7 @@ _slot: _Slot | None = None
 
 
 def has_slot() -> bool:
-    """Whether anybody looks for signs of life of this process."""
+    """Return whether signs of life of this process are read."""
     return _slot is not None
 
 
@@ -111,7 +111,7 @@ class Board:
         self._slots = [_open_slot(path, rank) for rank in range(ranks)]
 
     def read(self) -> list[Pulse]:
-        """What every slot holds now, in rank order."""
+        """Return the pulses of all ranks, in rank order."""
         return [_read(slot) for slot in self._slots]
 
 
@@ -128,7 +128,7 @@ def take_private_slot() -> None:
 
 
 def read_own() -> Pulse:
-    """What this process has noted."""
+    """Return the pulse of this process."""
     return _read(_slot or _Slot())
 
 

@@ -5,9 +5,9 @@ over connections of their own: the main thread may wait in the store, and nothin
 
     every second      each rank adds 1 to `signs` if it has done something since, and 1 to its own heart beat;
                       it reads `signs`, and the heart beat of the next rank
-    alarm             by a rank that waits for others (in an operation, or for its GPU) while `signs` stands
-                      still for `deadline` seconds; by the rank before one whose heart stands still; by a
-                      rank that raises an error and ends
+    alarm             by a rank that waits for others (in an operation, or for its GPU) while `signs` does
+                      not change for `deadline` seconds; by the rank before one whose heart does not beat;
+                      by a rank that raises an error and ends
     after an alarm    each rank says where it is, reads what the others said, prints one report, and ends,
                       when all have printed, or a few seconds later
 
@@ -90,14 +90,14 @@ class Watchdog:
 
     @property
     def period(self) -> float:
-        """How long until the next look."""
+        """Return the seconds until the next check."""
         return max(min(self._deadline / 10, 1.0), self._ranks / _RANKS_PER_SECOND)
 
     def start(self) -> None:
         self._thread.start()
 
     def leave(self) -> None:
-        """This rank is done, and needs nobody any more; may be called twice."""
+        """Leave the job: this rank is done; may be called twice."""
         self._retire(Ending("has ended"))
 
     def fail(self, reason: str, *, lost_peer: bool = False) -> None:
@@ -130,14 +130,14 @@ class Watchdog:
                 elif self._is_alarmed():
                     self._report()
                     return
-        except RuntimeError as error:  # of the store; whoever held it has ended, and the others with it
+        except RuntimeError as error:  # of the store; the rank that held it has ended, and the others with it
             if not self._stop.is_set() and not self._is_over():
                 self._end_with(
                     Findings(f"the store of the job is gone: {error}", self._ranks, *self._own(), {})
                 )
 
     def _is_alarmed(self) -> bool:
-        """Give and read signs of life; whether somebody has raised the alarm, or must."""
+        """Give and read signs of life; return whether an alarm is raised, also by this rank."""
         pulse, now = self._read_pulse(), time.monotonic()
         signs = self._store.add("signs", int(pulse != self._last_pulse))
         self._last_pulse = pulse
@@ -212,7 +212,7 @@ class Watchdog:
         for call in self.when_ended:
             with contextlib.suppress(Exception):
                 call(findings.reason)
-        with contextlib.suppress(RuntimeError):  # whoever ends first takes the others with it
+        with contextlib.suppress(RuntimeError):  # the rank that ends first takes the others with it
             self._store.add("printed", 1)
             self._await(lambda: self._count("printed") >= self._count("answered"), _ANSWER_SECONDS)
             if any(ending.has_failed for ending in findings.endings.values()):
@@ -333,12 +333,12 @@ def _watch_world_of_now() -> None:
 
 
 def _is_over() -> bool:
-    """Whether the user has left the process group, and may do anything for any time."""
+    """Return whether the user has left the process group, and may do anything for any time."""
     return _watched is not None and (_watched() is None or _watched() is not dist.group.WORLD)
 
 
 def _is_device_busy() -> bool:
-    """Whether kernels are not done: over NCCL the device waits for other ranks, and the host need not."""
+    """Return whether kernels are not done: over NCCL the device waits for other ranks, not the host."""
     return torch.cuda.is_initialized() and not torch.cuda.default_stream(_device()).query()
 
 
