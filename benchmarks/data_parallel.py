@@ -20,7 +20,7 @@ from benchmarks.loss_agreement import ECHELON, difference
 from benchmarks.replicas import Peer
 from echelon.launching import TRAINING_MODULES, RankFailed, preload
 from echelon.models import ModelConfig
-from echelon.train.small_training import make_batch
+from echelon.train.rehearsal import make_batch
 
 _RANKS = 2
 _SAMPLES = 2  # per rank

@@ -34,7 +34,7 @@ from echelon.parallel.data import (
 from echelon.parallel.tensor import TABLES, Sharded, split_over
 from echelon.plan import Plan
 from echelon.sequence import View, assign
-from echelon.train.small_training import make_model
+from echelon.train.rehearsal import make_model
 
 Gradients = dict[str, Tensor]  # by the parameter's name, summed where each rank has a part
 

@@ -21,7 +21,7 @@ from echelon.launching import TRAINING_MODULES, preload
 from echelon.memory import CATEGORIES
 from echelon.models import ModelConfig, cross_entropy
 from echelon.plan import Plan
-from echelon.train.small_training import make_batch, make_model
+from echelon.train.rehearsal import make_batch, make_model
 
 _FULL = ModelConfig("gpt", layers=12, width=128, heads=4, vocab=1024, sequence=256, tied=True)
 _SMALL = ModelConfig("gpt", layers=4, width=32, heads=2, vocab=64, sequence=16, tied=True)

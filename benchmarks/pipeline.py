@@ -24,8 +24,10 @@ from echelon.engine import Engine
 from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
-from echelon.program import Program, Span, build, measured, simulate
-from echelon.train.small_training import Batch, by_step, make_batch, make_engine, spans_of
+from echelon.program import Program, Span, build, simulate
+from echelon.program.simulate import measured_costs
+from echelon.program.timeline import bubble_of
+from echelon.train.rehearsal import Batch, by_step, make_batch, make_engine, spans_of
 
 _RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample per microbatch
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "naive", "zero-bubble")
@@ -148,9 +150,9 @@ def _loss_of_step(contender: str, ranks: Sequence[dict[str, list[float | None]]]
 def bubbles(steps: Sequence[Sequence[Span]], program: Program) -> dict[str, float]:
     """The measured bubble (median over `steps`), and that of `program` simulated with the measured costs."""
     ranks = len(program.ranks)
-    costs = measured.costs(steps, program.stages)
-    real = median(measured.bubble(step, ranks) for step in steps)
-    planned = measured.bubble(list(simulate(program, costs).spans()), ranks)
+    costs = measured_costs(steps, program.stages)
+    real = median(bubble_of(step, ranks) for step in steps)
+    planned = bubble_of(list(simulate(program, costs).spans()), ranks)
     return {
         "bubble_measured": real,
         "bubble_simulated": planned,

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, cross_entropy
 from echelon.plan import Plan
-from echelon.train.small_training import Batch, make_model
+from echelon.train.rehearsal import Batch, make_model
 
 Step = Callable[[Batch], float]  # trains on a batch; returns its loss
 MakeStep = Callable[[ModelConfig], Step]

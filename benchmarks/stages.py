@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from echelon.models import ModelConfig
 from echelon.parallel.pipeline import even_boundaries
 from echelon.plan import Plan
-from echelon.train.small_training import Batch, fused_adamw, make_model
+from echelon.train.rehearsal import Batch, fused_adamw, make_model
 
 Step = Callable[[Batch], float | None]  # trains on a batch; returns its loss on the rank that has it
 

@@ -16,7 +16,7 @@ from benchmarks.compare import Row, compare, slowest
 from benchmarks.harness import alternate, measuring_ranks, timed
 from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
-from echelon.train.small_training import make_batch
+from echelon.train.rehearsal import make_batch
 
 _SAMPLES = 8  # per rank
 _FULL = ModelConfig("gpt", layers=4, width=256, heads=4, vocab=1024, sequence=128, tied=True)

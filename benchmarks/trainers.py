@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from echelon.engine import parallelize
 from echelon.models import ModelConfig, cross_entropy
 from echelon.plan import Plan
-from echelon.train.small_training import Batch, make_model
+from echelon.train.rehearsal import Batch, make_model
 
 CLIP = 1.0
 

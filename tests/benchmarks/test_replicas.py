@@ -7,7 +7,7 @@ from benchmarks.replicas import Peer
 from benchmarks import replicas
 from echelon.launching import Ranks
 from echelon.models import ModelConfig
-from echelon.train.small_training import make_batch
+from echelon.train.rehearsal import make_batch
 
 CONFIG = ModelConfig("gpt", layers=2, width=16, heads=2, vocab=32, sequence=8, tied=True)
 INSTALLED = [peer for peer in replicas.peers() if peer.installed]

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks import pipeline, stages
 from echelon.launching import Ranks
 from echelon.program import Span, build
-from echelon.train.small_training import by_step, make_batch, make_engine, make_model, spans_of
+from echelon.train.rehearsal import by_step, make_batch, make_engine, make_model, spans_of
 
 
 def train(schedule: str) -> tuple[list[float | None], list[float | None], int]:

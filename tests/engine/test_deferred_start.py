@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.engine import Engine, parallelize
+from echelon.engine.start import fill
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset
-from echelon.nn.initialization import InitialValues
+from echelon.nn.initialization import WeightSource
+from echelon.plan import Plan
+from echelon.state.ownership import OwnedSlice, whole_slice
 from tests.peak_memory import PeakMemory
 
 MESSAGES = 8 * 2**20  # what links between ranks of one host take
@@ -129,11 +132,36 @@ def test_every_plan_starts_with_the_same_weights(
 
 
 def test_one_device_has_the_values_of_the_recording() -> None:
-    values = InitialValues(gpt(), torch.device("cpu"))
+    values = WeightSource(gpt(), torch.device("cpu"))
     with engine_of("gpt", "data=1") as engine:
         for name, weight in engine.full_state_dict().items():
             assert torch.equal(weight, values.tensor(name).double()), name
         assert not any(parameter.is_meta for parameter in engine.module.parameters())
+
+
+class Padded:
+    """A sharing of one weight, in memory that has a row more; what is in it at first may be anything."""
+
+    def __init__(self) -> None:
+        self.memory = torch.full((4, 2), float("nan"))
+
+    def first_weights(self) -> list[OwnedSlice]:
+        return [OwnedSlice(whole_slice("weight", self.memory), self.memory)]
+
+    def share_first_weights(self) -> None:
+        pass
+
+
+def test_padding_is_zeros() -> None:
+    model, sharing, device = echelon.deferred(lambda: nn.Linear(2, 3)), Padded(), torch.device("cpu")
+
+    def in_whole(held: OwnedSlice) -> list[OwnedSlice]:
+        return [OwnedSlice(whole_slice("weight", model.weight), held.tensor[:3])]
+
+    sharings: list[Any] = [sharing]
+    fill(model, Plan.parse("tensor=2"), sharings, in_whole, WeightSource(model, None, device))
+    assert torch.equal(sharing.memory[:3], WeightSource(model, device).tensor("weight"))
+    assert not sharing.memory[3].any()
 
 
 def test_buffers_and_plain_tensors_have_values_and_names_stay() -> None:

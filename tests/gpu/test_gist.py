@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.memory.gist import any_size
-from echelon.memory.gist.dense import Layout
+from echelon.memory.gist.packing import Layout
 from echelon.models import ModelConfig, build, build_image
 from tests.gpu.test_no_sync import waiting_raises
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "server_settings.py"
+SIGNALS = SCRIPT.with_name("server_signals.py")
 
 
 def hears(value: bool) -> dict[str, bool]:
@@ -29,3 +30,8 @@ def test_the_settings_of_the_fork_server_end_in_every_process_that_it_forks() ->
         assert frozen > 10_000, "it shares the memory of what the server has imported"
     changed = {"NVML": "mine", "collects garbage": False, "SIGUSR2 is free": False}
     assert found["fork of a rank"] == {**changed, **hears(True)}
+
+
+@pytest.mark.parametrize("before", [[], ["not blocked"]])
+def test_signals_of_the_terminal_are_for_the_parent_and_for_ranks(before: list[str]) -> None:
+    assert subprocess.run([sys.executable, SIGNALS, *before], check=False).returncode == 0

@@ -63,7 +63,6 @@ def test_shared_storages_count_once() -> None:
 def test_a_kept_graph_is_memory_now() -> None:
     model = nn.Sequential(nn.Linear(6, 100), nn.Tanh())
     meter = metered(model)
-    meter.start_step()
     with meter.activations():
         output = model(torch.ones(3, 6)).sum()
     assert meter.read().now["activations"] >= 4 * 3 * 100

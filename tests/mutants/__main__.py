@@ -70,6 +70,7 @@ def _summarize(outcomes: Sequence[Outcome], seconds: float, options: argparse.Na
     print(f"survived or invalid: {', '.join(_names(outcomes)) or 'none'}")
     if options.json is not None:
         settings = {"mutants": len(outcomes), "jobs": options.jobs, "seconds": round(seconds)}
+        settings["clean run"] = not options.no_clean_run
         settings |= {kind: counts[kind] for kind in (FOUND, HANGING, SURVIVED, INVALID)}
         result = make_result("mutants", "make mutants", settings, ())
         plain = [_as_plain(outcome) for outcome in outcomes]

@@ -1,12 +1,14 @@
 """Random plans, and the errors of a plan's text."""
 
+import dataclasses
 import math
 
 import pytest
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
-from echelon.plan import FIELDS, SCHEDULES, Plan
+from echelon.plan import FIELDS, SCHEDULES, Plan, plan
+from echelon.plan.field import Rule
 
 
 def sampled(field: str) -> st.SearchStrategy[str]:
@@ -51,3 +53,24 @@ def errors_of(text: str) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         Plan.parse(text)
     return caught.value.errors
+
+
+# By rule: plans that break this rule alone, words of the error, and the plan after the fix that it names.
+Examples = dict[str, list[tuple[str, str, str]]]
+
+
+def rules_of(fields: type) -> list[Rule]:
+    """The rules of each field of a plan's base class."""
+    return [rule for field in dataclasses.fields(fields) for rule in field.metadata["field"].rules]
+
+
+def check_rule(rule: Rule, examples: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule refuses its examples, its fixes work, and without it no other rule refuses them."""
+    assert examples
+    for refused, words, fixed in examples:
+        (error,) = errors_of(refused)
+        assert words in error
+        assert isinstance(Plan.parse(fixed), Plan), "the fix that the message names"
+    monkeypatch.setattr(plan, "RULES", tuple(other for other in plan.RULES if other != rule))
+    for refused, _, _ in examples:
+        assert isinstance(Plan.parse(refused), Plan), "no other rule refuses it"

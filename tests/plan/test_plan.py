@@ -1,5 +1,6 @@
 """The plan prints and parses, and refuses with every error at once."""
 
+import re
 import subprocess
 import sys
 
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
-from echelon.plan import SCHEDULES, Plan
-from tests.plan.examples import errors_of, plan_values
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, FIELDS, SCHEDULES, Plan
+from echelon.plan.plan import RULES, draft
+from tests.plan.examples import Examples, check_rule, errors_of, plan_values
 
 
 def test_the_designs_example_parses_and_prints() -> None:
@@ -116,3 +118,105 @@ def test_a_faulty_field_does_not_hide_the_rules_between_the_others() -> None:
 def test_what_stands_twice_is_not_judged_by_its_first_value() -> None:
     (error,) = errors_of("data=3 data=4 expert=2")
     assert "is given twice" in error
+
+
+def test_compiled_layers_are_not_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (rule,) = FIELDS["compress"].rules
+    examples: Examples = {
+        "`compile=true` with `compress`": [
+            (
+                "compile=true compress=gist-fp8",
+                "drop compile, or use compress=none",
+                "compress=gist-fp8",
+            ),
+        ],
+    }
+    check_rule(rule, examples[rule.case], monkeypatch)
+
+
+def test_the_cases_of_rules_differ() -> None:
+    assert len({rule.case for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_stages_that_the_rule_for_measured_ones_names_are_accepted(zero: int, schedule: str) -> None:
+    """It named pipeline=2, whose stages have as few ranks."""
+    rest = f"data=3 zero={zero} shard=2 microbatches=2 schedule={schedule}"
+    (error,) = errors_of(f"pipeline=auto {rest}")
+    advised = re.search(r"pipeline=\d\S*", error)
+    takes_turns = schedule not in ASYNCHRONOUS_SCHEDULES and (zero, schedule) != (2, "naive")
+    assert (advised is not None) == takes_turns
+    if advised is not None:
+        assert Plan.parse(f"{advised.group()} {rest}").stages == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chunks=2 schedule=order.txt",  # a file says itself how many chunks a rank has
+        "pipeline=2 chunks=2 schedule=order.txt",
+        "pipeline=2 zero=3",
+        "pipeline=2-1 zero=1 schedule=naive",
+        "pipeline=2-1 zero=2 schedule=gpipe",
+        "pipeline=2 zero=2 schedule=pipedream",
+        "pipeline=2 schedule=pipedream-2bw microbatches=2",
+        "data=4 expert=4",
+        "data=4 expert=2 zero=1 shard=2",
+        "data=8 expert=4 zero=3 shard=2",  # each copy has one rank of some of the experts
+        "data=2 expert=2 context=4 zero=3 shard=2",
+        "data=4 expert=4 pipeline=2",
+        "data=4 zero=1 shard=4",
+        "data=2 context=3 zero=3 shard=6",
+        "pipeline=4-2 zero=2 shard=2",
+        "pipeline=auto data=2 context=2 zero=1 shard=4",
+        "data=2 sync=async staleness=0 schedule=gpipe",
+        "pipeline=auto zero=3 schedule=gpipe",
+        "compile=true schedule=gpipe",
+        "gradients=fp32 precision=fp64",
+        "gradients=same precision=fp16",
+    ],
+)
+def test_what_is_just_inside_a_rule_is_accepted(text: str) -> None:
+    assert Plan.parse(text).schedule
+
+
+def test_every_broken_rule_is_listed() -> None:
+    assert len(errors_of("expert=2 staleness=1 chunks=2 pipeline=2")) == 3
+
+
+def test_auto_is_not_checked_by_rules_that_need_its_stages() -> None:
+    # `plan.stages` of pipeline=auto raises, so a rule that asked for it would hide the other errors.
+    errors = errors_of("pipeline=auto schedule=interleaved chunks=2 microbatches=3 sync=async zero=3")
+    assert [error.split(":")[0] for error in errors] == [
+        "pipeline=auto schedule=interleaved",
+        "pipeline=auto sync=async",
+        "zero=3 sync=async",
+    ]
+
+
+class WatchedPlan:
+    """A plan that notes which of its fields are read."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.read = plan, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        derived = {
+            "stages": "pipeline",
+            "replicas": "pipeline",
+            "replicates_stages": "pipeline",
+            "schedule_is_file": "schedule",
+            "flushes": "schedule",
+        }
+        self.read.add(derived.get(name, name))
+        return getattr(self.plan, name)
+
+
+@given(plan_values)
+def test_rules_read_no_field_but_those_they_name(fields: dict[str, object]) -> None:
+    for rule in RULES:
+        watched = WatchedPlan(draft(fields))
+        if rule.is_broken(watched):  # type: ignore[arg-type]
+            rule.error(watched)  # type: ignore[arg-type]
+        assert watched.read <= set(rule.fields), rule

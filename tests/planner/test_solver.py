@@ -5,8 +5,8 @@ import math
 from echelon.planner import Echelon, Node, PipeDream, chain
 from echelon.planner.cluster import make_levels
 from echelon.planner.cost import StagePosition
+from echelon.planner.graph import find_states
 from echelon.planner.solver import MemorySolver, Problem, TimeSolver
-from echelon.planner.states import find_states
 
 
 def layer(name: str, seconds: float, output: float = 0.0, parameters: float = 0.0) -> Node:

@@ -1,10 +1,13 @@
 """Whole programs by name: one stage, several, with gathers and tied weights."""
 
+from pathlib import Path
+
 import pytest
 
 from echelon.errors import UserError
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, SCHEDULES
-from echelon.program import add_gathers, add_transfers, build, check, forward_only, show
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, SCHEDULES, Plan
+from echelon.program import Op, add_gathers, add_transfers, build, check, forward_only, show
+from echelon.program.build import step_program
 
 
 def lines(text: str) -> list[str]:
@@ -56,3 +59,132 @@ def test_stages_that_update_at_different_times_cannot_be_tied(name: str) -> None
 def test_only_asynchronous_schedules_have_weight_versions(name: str) -> None:
     program = build(name, (1, 1), 2, 2 if name == "interleaved" else 1)
     assert program.versioned == (name in ASYNCHRONOUS_SCHEDULES)
+
+
+def ops(plan: str, *, ties: bool = False, microbatches: int | None = None) -> str:
+    program = step_program(Plan.parse(plan), ties=ties, microbatches=microbatches)
+    return " ".join(f"{i.op.value}{'' if i.microbatch is None else i.microbatch}" for i in program.ranks[0])
+
+
+def test_a_schedule_by_name_is_lowered_as_the_plan_says() -> None:
+    assert ops("schedule=gpipe microbatches=2") == "F0 F1 B0 B1 REDUCE NORM UPDATE PUBLISH"
+    assert ops("microbatches=2", ties=True, microbatches=1) == "F0 B0 REDUCE TIE NORM UPDATE PUBLISH"
+    gathered = ops("data=2 zero=3")
+    assert gathered == "GATHER F0 FREE GATHER B0 FREE REDUCE NORM UPDATE PUBLISH"
+    assert Op.GATHER.value not in ops("data=2 zero=2")
+
+
+def test_a_program_is_of_one_pipeline_however_many_there_are() -> None:
+    few = step_program(Plan.parse("pipeline=16 microbatches=64"), ties=True)
+    many = step_program(Plan.parse("data=128 tensor=8 pipeline=16 microbatches=64"), ties=True)
+    assert many == few
+    assert len(many.ranks) == 16
+
+
+END = "REDUCE UPDATE"
+
+
+@pytest.mark.parametrize(
+    ("plan", "text", "reason"),
+    [
+        ("pipeline=2 microbatches=2", "rank 0: F0 B0\nrank 1: F0 B0\n", "set microbatches=1"),
+        ("microbatches=1", "rank 0: F0 B0 F1 B1\n", "set microbatches=2"),
+        ("pipeline=3", "rank 0: F0 B0\nrank 1: F0 B0\n", "set pipeline=1-1"),
+        ("data=2 zero=3", "rank 0: F0 I0 W0\n", "use zero=2"),
+        ("compile=true", "rank 0: F0 I0 W0\n", "drop compile"),
+        ("microbatches=2", f"rank 0: F0 B0 {END} F1 B1 {END}\n", "one REDUCE for each stage"),
+        ("microbatches=1", f"rank 0: F0 B0 {END} UPDATE\n", "then one UPDATE, at the end"),
+        ("microbatches=2", f"rank 0: F0 B0 REDUCE F1 B1 {END}\n", "one REDUCE for each stage"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_plan_is_refused(
+    tmp_path: Path, plan: str, text: str, reason: str
+) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text(text)
+    with pytest.raises(UserError, match=reason):
+        step_program(Plan.parse(f"{plan} schedule={file}"), ties=False)
+
+
+def test_a_file_that_fits_is_taken_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("rank 0: F1 F0 B1 B0\n")
+    assert ops(f"microbatches=2 schedule={file}").startswith("F1 F0 B1 B0 REDUCE")
+    assert ops(f"microbatches=2 data=2 zero=3 schedule={file}").startswith("GATHER F1 FREE GATHER F0")
+
+
+@pytest.mark.parametrize(
+    ("text", "plan", "reason"),
+    [
+        (
+            "rank 0: F0 B0\nrank 1: F0 B0\n",
+            "pipeline=3",
+            "replicas 1-1, and the plan has pipeline=1-1-1; set pipeline=1-1",
+        ),
+        (
+            "rank 0: F0 B0\nrank 1: F0 B0\n",
+            "pipeline=2 microbatches=4",
+            "for 1 microbatches, .* has 4; set",
+        ),
+        ("rank 0: F0 B0\nrank 1: B0 F0\n", "pipeline=2", r"line 2, rank 1"),
+        (
+            show(build("pipedream", (1, 1), 2)),
+            "pipeline=2 microbatches=2",
+            "keeps weight versions, .*; leave",
+        ),
+        (
+            show(build("zero-bubble", (1, 1), 2)),
+            "pipeline=2 microbatches=2 compile=true",
+            "backwards in two, .*; drop compile",
+        ),
+        ("rank 0: F0 Q0\n", "pipeline=2", "line 1"),
+    ],
+)
+def test_a_file_for_several_ranks_that_does_not_fit_is_refused(
+    tmp_path: Path, text: str, plan: str, reason: str
+) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text(text)
+    with pytest.raises(UserError, match=reason):
+        step_program(Plan.parse(f"{plan} schedule={file}"), ties=False)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        step_program(Plan.parse(f"pipeline=2 schedule={tmp_path / 'none.txt'}"), ties=False)
+
+
+def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("rank 0: F0 I0 W0\n")
+    plan = f"pipeline=2 microbatches=2 zero=3 data=2 compile=true schedule={file}"
+    with pytest.raises(UserError) as caught:
+        step_program(Plan.parse(plan), ties=False)
+    assert len(caught.value.errors) == 4
+
+
+def test_a_file_may_say_when_each_stage_is_reduced(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text("rank 0: F0 B0 REDUCE UPDATE\n")
+    assert ops(f"schedule={file}") == "F0 B0 REDUCE NORM UPDATE PUBLISH"
+    file.write_text("rank 0: F0 REDUCE B0 UPDATE\n")
+    with pytest.raises(UserError):
+        ops(f"schedule={file}")
+
+
+def test_a_rank_with_several_stages_is_one_position_of_the_pipeline(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text(show(build("interleaved", (1, 1), 2, 2)))
+    program = step_program(Plan.parse(f"pipeline=2 microbatches=2 schedule={file}"), ties=False)
+    assert (program.stages, len(program.ranks)) == (4, 2)
+    with pytest.raises(UserError, match="set pipeline=1-1"):
+        step_program(Plan.parse(f"pipeline=4 microbatches=2 schedule={file}"), ties=False)
+
+
+def test_a_file_with_replicas_needs_a_plan_with_them(tmp_path: Path) -> None:
+    file = tmp_path / "own.txt"
+    file.write_text(show(build("1f1b", (2, 1), 2)))
+    program = step_program(Plan.parse(f"pipeline=2-1 microbatches=2 schedule={file}"), ties=False)
+    assert program.placement == ((0, 1), (2,))
+    with pytest.raises(UserError, match="replicas 2-1, and the plan has pipeline=1-1-1; set pipeline=2-1"):
+        step_program(Plan.parse(f"pipeline=3 microbatches=2 schedule={file}"), ties=False)

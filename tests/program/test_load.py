@@ -1,11 +1,15 @@
 """Schedule files: completed with what they leave out, checked, and rejected with the line."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from echelon.errors import UserError
-from echelon.program import build, load_schedule, show
+from echelon.planner import read_profile
+from echelon.program import build, load, load_schedule, show
+from echelon.train.jobs.job_file import read_job
 
 ORDER = "# gpipe\nrank 0: F0 F1 B0 B1\nrank 1: F0 F1 B0 B1\n"
 
@@ -107,3 +111,21 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not UTF-8"):
         load_schedule(tmp_path / "odd.txt")
+
+
+@pytest.mark.parametrize("read", [read_profile, load_schedule, read_job])
+def test_a_file_without_an_end_is_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    path = tmp_path / "given.toml"
+    path.touch()
+    os.truncate(path, 2**42)  # takes no room on the disk
+    with pytest.raises(UserError, match=r"cannot be read: it has more than 33554432 characters"):
+        read(path)
+
+
+def test_the_longest_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MOST_CHARACTERS", 3)
+    (tmp_path / "a").write_text("äöü", encoding="utf-8")
+    assert load.read_text_file(tmp_path / "a") == "äöü"
+    (tmp_path / "a").write_text("äöüß", encoding="utf-8")
+    with pytest.raises(OSError, match="more than 3 characters"):
+        load.read_text_file(tmp_path / "a")

@@ -17,7 +17,7 @@ from echelon.state.bounded_json import DEEPEST, _measure, parse_json
 from echelon.state.weight_files import read_headers, read_json
 from echelon.state.weight_files.weight_folder import INDEX
 from echelon.train.runs.rollbacks import SkippedBatches
-from echelon.train.runs.run_state import read_about
+from echelon.train.runs.run_folder import read_about
 
 PLAIN = st.recursive(
     st.none() | st.integers() | st.text(alphabet='ab"\\[]{},:é', max_size=6),

@@ -13,8 +13,7 @@ from echelon.state.checkpoint import SavedState
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import RolledBack
 from echelon.train.jobs.job import Job
-from echelon.train.runs.rollbacks import SKIPPED
-from echelon.train.spikes import Trouble
+from echelon.train.runs.rollbacks import SKIPPED, Trouble
 from tests.state.checkpoint.small import FILES, write_small
 
 TROUBLE = Trouble(15, 16, "the loss jumped")
@@ -52,7 +51,7 @@ def _damage(run: Path, step: int) -> None:
 def test_going_back_removes_later_checkpoints(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(tmp_path, 10, 20)
     event = RolledBack(10, 16, "the loss jumped", 10, 16, 1, 3)
-    assert checkpoints.go_back(TROUBLE) == event
+    assert checkpoints.roll_back(TROUBLE) == event
     assert checkpoints.rollbacks == (event,)
     assert not _path(tmp_path, 20).exists()
     assert checkpoints.batch_of(11) == 16
@@ -62,7 +61,7 @@ def test_if_it_cannot_go_back_all_checkpoints_stay(tmp_path: Path) -> None:
     checkpoints = open_checkpoints(tmp_path, 10, 20)
     _damage(tmp_path, 10)
     with pytest.raises(UserError, match="no checkpoint is whole"):
-        checkpoints.go_back(TROUBLE)
+        checkpoints.roll_back(TROUBLE)
     assert _path(tmp_path, 20).exists()
 
 
@@ -95,5 +94,5 @@ def test_what_is_left_out_is_on_the_disk_before_training_goes_on(
 ) -> None:
     checkpoints, synced = open_checkpoints(tmp_path, 10, 20), list[str]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
-    checkpoints.go_back(TROUBLE)
+    checkpoints.roll_back(TROUBLE)
     assert synced[-2:] == [str(tmp_path / f".{SKIPPED}.part"), str(tmp_path)]

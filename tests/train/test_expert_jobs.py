@@ -15,7 +15,7 @@ from echelon.train.events import Event, GateLoad, Started, Starting, Stepped
 from echelon.train.jobs.job import ExpertsJob, Job, ModelJob, OptimizerJob, as_plain
 from echelon.train.jobs.job_file import read_job
 from echelon.train.jobs.job_rules import job_errors
-from echelon.train.jobs.memory_fit import rank_bytes
+from echelon.train.jobs.machine_fit import rank_bytes
 from echelon.train.logbook import Logbook, expert_picture
 from echelon.train.runs.run_folder import RunFolder
 from echelon.train.trainer import train

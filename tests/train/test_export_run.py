@@ -164,7 +164,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_images(tmp_path: Path) -> None:
     job = Job(task="images", model=ModelJob(preset="alexnet-tiny"), plan="data=1", steps=1)
-    from echelon.train.tasks import config_of
+    from echelon.train.task import config_of
 
     config = config_of(job)
     torch.manual_seed(0)

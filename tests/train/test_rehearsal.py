@@ -52,8 +52,8 @@ def test_every_turn_runs_the_program(
     monkeypatch.setattr(rehearsal, "Ranks", lambda count: nullcontext(warm_ranks(count)))
     result = rehearse(Plan.parse(f"pipeline=2 {text}"), program, batches)
 
-    assert len(result.turns) == 9
-    for turn in result.turns:
+    assert len(result.rounds) == 9
+    for turn in result.rounds:
         ran = [
             [span.instruction for span in turn if span.rank == rank and span.op in COMPUTE] for rank in (0, 1)
         ]

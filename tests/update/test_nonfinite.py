@@ -113,7 +113,7 @@ def test_a_step_that_is_left_out_reads_nothing_from_a_device() -> None:
         if step < 2:  # the first ones read what later ones need not
             engine.step(batch)
             continue
-        with no_reads(), mock.patch.object(engine, "_check_steps"):  # of earlier ones
+        with no_reads(), mock.patch.object(engine._step, "check_earlier"):  # of earlier ones
             metrics = engine.step(batch)
         assert metrics.skipped
     assert not engine.step(training.batch(4, INPUT)).skipped

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine.step.runtime.microbatch import Microbatch
+from echelon.engine.step.runtime.flight import Microbatch
 from echelon.errors import UserError
 from echelon.parallel.data import Problem
 from echelon.update import numbers as numbers_module

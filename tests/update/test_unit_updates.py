@@ -32,7 +32,10 @@ class Stepper:
 
 
 class Sharing:
-    on_unit: Any = None
+    update: Any = None
+
+    def update_in_backward(self, update: Any) -> None:
+        self.update = update
 
 
 class Unit:
@@ -71,11 +74,11 @@ def test_a_unit_is_updated_when_its_gradients_are_summed(on_host: bool, checked:
     units.on_unit = lambda: heard.append(len(stepper.calls))
     units.start_step(5)
     assert (checked, units.has_updated) == ([stepper.optimizer], False)
-    sharing.on_unit(Unit(stepper))
+    sharing.update(Unit(stepper))
     assert (stepper.calls, heard) == ([("start", 5), ("step", 1.0, False, 2, not on_host)], [1])
     assert units.has_updated
     units.skip = lambda: True
-    sharing.on_unit(Unit(stepper))
+    sharing.update(Unit(stepper))
     assert stepper.calls[-1][2] is True
     units.start_step(6)
     assert not units.has_updated
@@ -86,11 +89,11 @@ def test_squares_add_up_until_the_next_step() -> None:
     units, sharing = units_of(stepper)
     units.start_step(0)
     assert (units.square(CPU).item(), units.square(CPU).dtype) == (0.0, torch.float64)
-    sharing.on_unit(Unit(stepper))
+    sharing.update(Unit(stepper))
     assert units.square(CPU) == 0
-    sharing.on_unit(Unit(stepper, torch.tensor([3.0]), torch.tensor([4.0])))
+    sharing.update(Unit(stepper, torch.tensor([3.0]), torch.tensor([4.0])))
     assert units.square(CPU) == 25
-    sharing.on_unit(Unit(stepper, torch.tensor([2.0])))
+    sharing.update(Unit(stepper, torch.tensor([2.0])))
     assert units.square(CPU) == 29
     units.start_step(1)
     assert units.square(CPU) == 0
@@ -104,18 +107,18 @@ def test_a_rehearsal_updates_nothing_and_leaves_every_bit_as_it_was() -> None:
     before = [weight.detach().clone() for weight in unit.weights]
     with units.rehearse(lambda local: seen.append(len(local))):
         units.start_step(0)
-        sharing.on_unit(unit)
+        sharing.update(unit)
         assert stepper.calls == [("check", 2, True)], "no update is begun"
         assert not torch.equal(unit.weights[0], before[0]), "whoever reads it now sees other weights"
         assert torch.equal(unit.weights[1], before[1]), "which has no gradient"
         assert (units.has_updated, units.square(CPU).item()) == (False, 4.0)
         units.finish_passes()
         assert all(map(torch.equal, unit.weights, before))
-        sharing.on_unit(other)
+        sharing.update(other)
     assert all(map(torch.equal, other.weights, before)), "also where the passes end in an error"
     assert (seen, units.rehearsal) == ([2, 2], None)
     units.finish_passes()
-    sharing.on_unit(unit)
+    sharing.update(unit)
     assert stepper.calls[-1] == ("step", 1.0, False, 2, True)
 
 

@@ -10,12 +10,12 @@ from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Op
-from echelon.program.step_program import continuous_steps
+from echelon.program.build import continuous_steps
 from echelon.update.optim import SM3, Adafactor
 from echelon.update.precision import DynamicScale
 from echelon.verify import Case, LowPrecisionVerdict, verify
-from echelon.verify.pipedream import _made_in, train_by_formula
 from echelon.verify.reference import train_on_one_device
+from echelon.verify.replay import _made_in, train_by_formula
 from tests.cases import adamw, perceptron_case, sgd
 from tests.contract_models import token_loss, tokens
 from tests.overflows import overflow_case
@@ -152,9 +152,9 @@ def keep_the_scale(engine: Engine) -> None:
     """The update is of gradients of the scaled loss."""
     norm = engine._update.norm
 
-    def scaled(tally: torch.Tensor) -> None:
+    def scaled(tally: torch.Tensor, gates: Any) -> None:
         tally[2] *= float(engine._update.loss_scale)
-        norm(tally)
+        norm(tally, gates)
 
     engine._update.norm = scaled  # type: ignore[method-assign]
 

@@ -12,7 +12,7 @@ import echelon
 from echelon.engine import Engine
 from echelon.plan import Plan
 from echelon.verify import Case, verify
-from echelon.verify.pipedream import train_by_formula
+from echelon.verify.replay import train_by_formula
 from tests.parallel.pipeline.models import asynchronous_case
 
 RATE, SAMPLES = 0.1, 8

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import FIELDS
-from echelon.train.jobs import strict_json
+from echelon.train import strict_json
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.toml]", help="A job file; without one, the embedded default.")

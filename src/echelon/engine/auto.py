@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from echelon.collectives import Group, Ledger, group_over
 from echelon.collectives.agreement import decide_on_rank_0
 from echelon.collectives.mesh import this_device
-from echelon.engine.step.upload import to_device
+from echelon.engine.step.feed import to_device
 from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.nn.batch import DTYPES, Batch, cast, take_part

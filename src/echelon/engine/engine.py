@@ -13,49 +13,38 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.collectives import Ledger
-from echelon.collectives.agreement import check_on_every_rank
-from echelon.collectives.mesh import Mesh
 from echelon.engine.audit import AuditResult
-from echelon.engine.audit.audit_batch import GivenBatch
-from echelon.engine.audit.auditing import make_audit
+from echelon.engine.audit.auditing import AuditSettings, make_audit
 from echelon.engine.audit.drift import make_drift_check
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
-from echelon.engine.layer_wrapping import MemorySavers
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.export import check_pretrained, export
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
-from echelon.engine.step.agreement import check_same_batch
+from echelon.engine.setup import Setup
 from echelon.engine.step.balance import ExpertLoad, make_balance
-from echelon.engine.step.batch_reader import BatchReader, to_plain
-from echelon.engine.step.continuous_runner import ContinuousRunner
-from echelon.engine.step.flushed_runner import FlushedRunner
-from echelon.engine.step.measuring import Measure, agree_on_means, check_measure
-from echelon.engine.step.metrics import Evaluation, Metrics, StepTimer
-from echelon.engine.step.samples import Scopes
+from echelon.engine.step.batch_reader import to_plain
+from echelon.engine.step.continuous import ContinuousRunner
+from echelon.engine.step.metrics import Evaluation, Measure, Metrics, agree_on_means, check_measure
+from echelon.engine.step.runner import StepRunner
+from echelon.engine.step.step import FlushedRunner, Step
 from echelon.engine.step.step_counter import StepCounter
-from echelon.engine.step.step_runner import StepRunner
-from echelon.engine.updates import UpdateRule
 from echelon.engine.watch import Inside, Watch, guard_outside
-from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
-from echelon.launching import beat, finish_step, start_step
+from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.nn.batch import Batch, take_part
-from echelon.nn.wrapping import Wrapping
-from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.stage import LocalStages
+from echelon.parallel.observer import StepObserver
 from echelon.plan import Plan
 from echelon.program import Span
 from echelon.state.assembly import Assembly
 from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
 from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.state.weight_files import SHARD_BYTES
-from echelon.update.nonfinite import NonfiniteError
-from echelon.update.update import Push, Update
+from echelon.update.update import Push
 
 
 def _is_value(box: Slice) -> bool:
@@ -65,57 +54,47 @@ def _is_value(box: Slice) -> bool:
 class Engine:
     """Made by `echelon.parallelize`; the same calls on every rank. `close` it, or use it in a `with`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        whole: WholeModel,
-        mesh: Mesh,
-        local: LocalStages,
-        update: Update,
-        layers: LayerSharding,
-        scopes: Scopes,
-        wrapping: Wrapping,
-        reader: BatchReader,
-        savers: MemorySavers,
-        rule: UpdateRule,
-    ) -> None:
-        self.module, self.mesh = module, mesh
-        self._names, self._local = whole.names, local
-        self._update, self._wrapping, self._reader = update, wrapping, reader
-        self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
-        self._buffer_copies: Callable[[], list[Tensor]] = list
-        self._meter = Meter(module, self._storages, mesh.host_storages)
-        continuous = not mesh.plan.flushes
-        scaling = update.loss_scaling
-        smallest_scale = 1.0 if scaling is None else scaling.smallest
-        self._counter = StepCounter(
-            smallest_scale=smallest_scale,
-            skips_steps=not continuous,
-            most_skipped=rule.nonfinite.most_skipped,
-        )
-        self._state = EngineState(
-            mesh, module, whole.names, local, layers.in_whole, update, self._counter, scopes.seed
-        )
-        kind = ContinuousRunner if continuous else FlushedRunner
-        offload, audit = savers.activation_offload, whole.audit
-        balance = self._balance = make_balance(whole.gates, mesh, local, layers)
-        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, offload, balance)
+    def __init__(self, setup: Setup, audit: AuditSettings) -> None:
+        mesh, local, layers, update = setup.mesh, setup.local, setup.layers, setup.update
+        self.module, self.mesh, self._setup = setup.model, mesh, setup
+        self._local, self._update, self._wrapping = local, update, setup.wrapping
+        self._reader, self._names = setup.reader, setup.names
+        flushes = mesh.plan.flushes
+        balance = self._balance = make_balance(setup.gates, mesh, local, layers, setup.observers)
+        self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
-        self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
-        in_stages = [each for stage in local.modules for each in stage.modules()]
-        self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
+        self._meter = Meter(self.module, self._storages, mesh.host_storages)
+        setup.observers.add(self._meter, outermost=True)
+        if update.units is not None:
+            update.units.on_unit = self._meter.sample
+        scaling = update.loss_scaling
+        self._counter = StepCounter(
+            smallest_scale=1.0 if scaling is None else scaling.smallest,
+            skips_steps=flushes,
+            most_skipped=setup.rule.nonfinite.most_skipped,
+        )
+        self._state = EngineState(
+            mesh, self.module, setup.names, local, layers.in_whole, update, self._counter, setup.scopes.seed
+        )
+        self._modules = self._state.modules
         inside = Inside()
-        guard_outside(module, mesh, local, layers, wrapping, inside)
-        self._audit = make_audit(audit, self._state, self._runner, scopes, layers)
-        self._drift = make_drift_check(local, layers, mesh, audit.check_every)
-        self._compression = savers.compression
-        self._search: NonfiniteSearch | None = None
-        if rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
-            self._search = NonfiniteSearch(self._runner, self._state)
-        self._is_closed, self._is_first = False, True
+        guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
+        self._watch = Watch(self.module, mesh, local, layers, update, inside)
+        search = None
+        if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
+            search = NonfiniteSearch(self._runner, self._runner.replay, self._state)
+        self._step = Step(
+            setup,
+            self._runner,
+            self._counter,
+            self._watch,
+            make_audit(audit, self._state, self._runner, setup.scopes, layers),
+            make_drift_check(local, layers, mesh, audit.check_every),
+            search,
+        )
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
-        self._watch = Watch(module, mesh, local, layers, update, inside)
+        self._is_closed = False
 
     # What a training loop needs.
 
@@ -154,7 +133,7 @@ class Engine:
     @property
     def needs_samples(self) -> bool:
         """Whether every replica must have a sample in each step: ranks talk in every microbatch."""
-        return self._runner.fixed_count
+        return self._runner.feed.fixed_count
 
     @property
     def steps(self) -> int:
@@ -174,7 +153,7 @@ class Engine:
     @property
     def audit(self) -> list[AuditResult]:
         """What the last audit has found, one result per entry; empty before the first step."""
-        return list(self._audit.results)
+        return list(self._step.audit.results)
 
     @property
     def learning_rate(self) -> float:
@@ -205,67 +184,11 @@ class Engine:
         of earlier microbatches, and buffers keep what its own have changed.
         """
         self._check_open()
-        # After many steps that were skipped, the next one must not begin before the last one is known.
-        self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
-        start_step(self._counter.begun + 1)
-        pair = self._read(batch)
-        with self._watch.step(is_empty=self._runner.is_empty) as refusal:
-            self._ask_audit(batch, pair, refusal)
-            return self._step(pair)
+        return self._step.train(batch)
 
-    def _read(self, batch: Any) -> Batch:
-        """What a replica refuses of its first batch is raised by all: the others would wait for it."""
-        is_first, self._is_first = self._is_first, False
-        if is_first and self.plan.sync != "async":
-            check_on_every_rank(lambda: self._reader.read(batch))
-        return self._reader.read(batch)
-
-    def _step(self, pair: Batch) -> Metrics:
-        timer = StepTimer(self.mesh.device)
-        self.ledger.start_step()
-        self._meter.start_step()
-        number = self._counter.begun
-        if self._search is not None and self._counter.is_near_limit:
-            self._search.keep(pair, number)
-        self._update.set_learning_rate(number)
-        numbers = self._runner.train(pair, number)
-        self._meter.sample()
-        self._counter.add(numbers)
-        self._drift.after_step(number)
-        if self._compression is not None:
-            self._compression.after_step()
-        timer.stop()
-        finish_step()
-        if not self._update.deferred:
-            self._check_steps()
-        return Metrics(numbers, timer)
-
-    def _ask_audit(self, given: Any, batch: Batch, refusal: UserError | None) -> None:
-        """Raise, on every rank, if this step would train something else than one device."""
-        if self._audit.is_on:
-            if not self._audit.results:
-                check_same_batch(batch, self.mesh)
-            read = GivenBatch(to_plain(given), batch, self._reader.read)
-            is_empty = self._runner.is_empty
-            self._audit.ask(read, self._counter.begun, is_empty=is_empty, refusal=refusal)
-
-    def _check_steps(self, *, but: int = 0) -> None:
-        """Raise if an earlier step was refused; the last `but` are left for later.
-
-        In the same call on every rank, whoever has looked at the numbers already: ranks that raised in
-        different calls could not go on together.
-        """
-        error = self._late_error(but=but)
-        if error is not None:
-            raise error
-
-    def _late_error(self, *, but: int = 0) -> UserError | None:
-        of_steps = self._counter.late_error(but=but)
-        if isinstance(of_steps, NonfiniteError) and self._search is not None:
-            with self._watch.own_work():  # it runs passes again
-                of_steps = self._search.explain(of_steps)
-        known = of_steps or self._drift.error(before=self._counter.begun - but)
-        return known or (self._audit.late_error() if but == 0 else None)
+    def observe(self, observer: StepObserver) -> None:
+        """Let an observer of your own see every step from the next one on: docs/architecture.md."""
+        self._setup.observers.add(observer)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, measure: Measure | None = None) -> Evaluation:
@@ -302,7 +225,7 @@ class Engine:
     def owned(self) -> list[OwnedSlice]:
         """Everything that this rank needs to go on, as slices of global tensors: weights, float32 masters,
         optimizer state, buffers, and the engine's own counters. Call `synchronize` first."""
-        self._check_steps()
+        self._step.check_earlier()
         return self._state.owned()
 
     def synchronize(self) -> None:
@@ -322,7 +245,7 @@ class Engine:
 
     def _finish_steps(self) -> None:
         self._check_open()
-        self._check_steps()
+        self._step.check_earlier()
         self._runner.drain()
 
     def full_state_dict(self, *, to: str | None = None) -> dict[str, Tensor]:
@@ -489,7 +412,7 @@ class Engine:
         try:
             if not self._runner.is_broken and not self._checkpointing.is_loaded_in_part:
                 # Raised at the end: the model is as good as before that step.
-                refused = self._late_error()
+                refused = self._step.late_error()
                 self.synchronize()
                 lost = self._checkpointing.saving_error()
                 refused = refused or lost
@@ -545,6 +468,6 @@ class Engine:
 
     def _storages(self) -> dict[str, list[Tensor]]:
         storages = self._update.storages()
-        storages["parameters"] = [*storages["parameters"], *self._stashed()]
-        storages["buffers"] = [*self.module.buffers(), *self._buffer_copies()]
+        storages["parameters"] = [*storages["parameters"], *self._runner.storages()]
+        storages["buffers"] = [*self.module.buffers(), *self._runner.buffer_copies()]
         return storages

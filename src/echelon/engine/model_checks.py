@@ -1,7 +1,7 @@
 """Models that a plan cannot train as one device would, refused by what is in them, before anything starts.
 
 What a module does can be read where it is torch's own. Weights that a forward of another's changes are found
-in the first step: see step/side_effects.py.
+in the first step: see engine/step/side_effects.py.
 """
 
 from collections.abc import Iterator

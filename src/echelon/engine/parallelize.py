@@ -10,24 +10,31 @@ from torch import nn
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_arguments
 from echelon.engine.audit import Mode
+from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
-from echelon.engine.deferred_start import fill
+from echelon.engine.compiling import compile_layers
 from echelon.engine.engine import Engine
-from echelon.engine.layer_wrapping import wrap_layers
 from echelon.engine.model_checks import accept_model
-from echelon.engine.sharing import share_stages
+from echelon.engine.setup import Setup
+from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
-from echelon.engine.start import prepare, start_equal
+from echelon.engine.start import fill, prepare, start_equal
+from echelon.engine.step.balance import GateList
 from echelon.engine.step.batch_reader import BatchReader, read_sample
 from echelon.engine.step.samples import make_scopes
 from echelon.engine.updates import UpdateRule, make_update
-from echelon.engine.whole_model import WholeModel
+from echelon.memory.activation_offload import offload_activations
+from echelon.memory.gist import compress_layers
+from echelon.memory.recompute import recompute_layers
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import Observers
+from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import Table
 from echelon.plan import Plan
+from echelon.state.ownership import StateNames
 from echelon.update.nonfinite import MOST_SKIPPED, Nonfinite
 from echelon.update.optim.local import Make
 from echelon.update.precision import LossScale
@@ -83,7 +90,8 @@ def parallelize(
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        whole = WholeModel.of(model, plan, audit, check_every, wrapping)
+        names, gates = StateNames.of(model), GateList.of(model, plan)
+        audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         layers.connect(model, split.modules, split.program, wrapping)
@@ -91,8 +99,21 @@ def parallelize(
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, layers, wrapping, rule)
-        savers = wrap_layers(local, mesh, layers, wrapping)  # compile, compress, recompute, offload
+        observers = wrap_layers(local, mesh, layers, wrapping)  # compile, compress, recompute, offload
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(model, whole, mesh, local, update, layers, scopes, wrapping, reader, savers, rule)
+        strategies = (mesh, layers, local, update, rule, scopes, reader, observers, wrapping)
+        engine = Engine(Setup(model, names, gates, *strategies), audited)
         undo.pop_all()
     return engine
+
+
+def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping) -> Observers:
+    """Wrap the layers of this rank's stages as the plan says, in this order from the inside outward; returns
+    the memory savers that are to see its steps."""
+    observers = Observers()
+    compile_layers(local.modules, mesh.plan, wrapping)
+    accumulate_gradients(local, mesh.plan, wrapping)
+    compress_layers(local.modules, mesh, wrapping, observers)
+    recompute_layers(local, mesh, layers.view, wrapping, observers)
+    offload_activations(local, mesh, wrapping, observers)
+    return observers

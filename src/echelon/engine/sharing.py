@@ -7,8 +7,8 @@ from torch import nn
 from echelon.collectives import Group, RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_resident_bytes
-from echelon.engine.deferred_start import take_memory
 from echelon.engine.stage_split import StageSplit
+from echelon.engine.start import take_memory
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import (
     AllReduce,

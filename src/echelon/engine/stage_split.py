@@ -23,7 +23,7 @@ from echelon.parallel.pipeline import (
 )
 from echelon.plan import Plan
 from echelon.program import Program
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 
 
 class StageSplit(NamedTuple):

@@ -10,14 +10,16 @@ where the device is the CPU.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
 from echelon.nn.tracing import untraced
+from echelon.parallel.observer import ForwardPass, StepObserver
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
@@ -43,7 +45,7 @@ class Memory(NamedTuple):
         return sum(self.now.values())
 
 
-class Meter:
+class Meter(StepObserver):
     """Watches one rank's model; `storages` tells what holds each category but activations, and `host` what is
     held in the memory of the host."""
 
@@ -66,17 +68,21 @@ class Meter:
         now, host = self._measure()
         return Memory(now, dict(self._peak), self._peak_total, host, dict(self._host_peak))
 
-    def start_step(self) -> None:
-        self._steps += 1
-
     def sample(self) -> None:
         """Raise the peaks to what memory holds now, in the steps that are metered."""
-        if self._steps <= METERED_STEPS:
+        if self._steps < METERED_STEPS:
             self._measure()
+
+    def before_reduce(self) -> None:
+        self.sample()
+
+    def after_step(self) -> None:
+        self.sample()
+        self._steps += 1
 
     def _measure(self) -> tuple[dict[str, int], dict[str, int]]:
         on_host = self._host()
-        apart = {_identity(t) for tensors in on_host.values() for t in tensors if t.layout == torch.strided}
+        apart = {address_of(t) for tensors in on_host.values() for t in tensors if t.layout == torch.strided}
         found = {category: _storage_bytes(tensors, apart) for category, tensors in self._storages().items()}
         found["activations"] = self._activations
         now = {category: found[category] for category in CATEGORIES}
@@ -89,14 +95,14 @@ class Meter:
             self._host_peak[category] = max(self._host_peak[category], size)
         return now, host
 
+    def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:  # noqa: ARG002
+        return self.activations() if self._steps < METERED_STEPS else None
+
     @contextmanager
     def activations(self) -> Iterator[None]:
         """Count what autograd saves inside, until the backward pass lets it go."""
-        if self._steps > METERED_STEPS:
-            yield
-            return
         held = {
-            _identity(tensor)
+            address_of(tensor)
             for tensor in [
                 *self._storages()["parameters"],
                 *self._module.parameters(),
@@ -107,7 +113,7 @@ class Meter:
 
         @untraced  # a layer that is compiled in pieces calls these between them
         def pack(tensor: Tensor) -> _Saved:
-            counts = tensor.layout == torch.strided and _identity(tensor) not in held
+            counts = tensor.layout == torch.strided and address_of(tensor) not in held
             return _Saved(tensor, self if counts else None)
 
         @untraced
@@ -135,10 +141,11 @@ class _Saved:
     """A tensor that autograd keeps; tells the meter when it is let go."""
 
     def __init__(self, tensor: Tensor, meter: Meter | None) -> None:
-        # Without its history: an output that holds its own graph would never be freed if nobody goes back.
+        # Without its history: an output that holds its own graph would never be freed without a backward
+        # pass.
         self._tensor, self._meter, self._version = tensor.detach(), meter, tensor._version
         if meter is not None:
-            self._storage = (_identity(tensor), tensor.untyped_storage().nbytes())
+            self._storage = (address_of(tensor), tensor.untyped_storage().nbytes())
             meter._keep(*self._storage)
 
     def take(self) -> Tensor:
@@ -151,13 +158,8 @@ class _Saved:
             self._meter._drop(*self._storage)
 
 
-def _identity(tensor: Tensor) -> int:
-    """Which storage a tensor lies in, also while the storage has no memory."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _storage_bytes(tensors: Iterable[Tensor], without: Set[int] = frozenset()) -> int:
     """The bytes of the distinct storages behind `tensors`, but for those of `without`."""
-    dense = (t for t in tensors if t.layout == torch.strided and _identity(t) not in without)
+    dense = (t for t in tensors if t.layout == torch.strided and address_of(t) not in without)
     storages = {(s.device, s.data_ptr()): s.nbytes() for s in (t.untyped_storage() for t in dense)}
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, the
+"""The layers of a model as a plan splits them: matrices over `tensor`, hidden states along the sequence, the
 sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers,
 losses and dropout only see it.
 """
@@ -41,7 +41,7 @@ from echelon.parallel.sequence_checks import (
 )
 from echelon.parallel.tensor import Sharded, Table, number_layers, split_loss, split_over
 from echelon.program import Program
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from echelon.state.ownership import OwnedSlice
 from echelon.state.shards import Shard
 
@@ -118,20 +118,20 @@ class LayerSharding:
 
     @property
     def has_split_logits(self) -> bool:
-        """Whether the last layer returns this rank's part of the vocabulary."""
+        """Return whether the last layer returns this rank's part of the vocabulary."""
         return self.loss is not self.whole_loss
 
     @property
     def counts_loss(self) -> bool:
-        """Whether losses are this rank's to count: the ranks along `tensor` compute the same."""
+        """Return whether losses are this rank's to count: the ranks along `tensor` compute the same."""
         return self._mesh.position.tensor == 0
 
     def sees_part(self, module: nn.Module) -> bool:
-        """Whether the ranks along `tensor` call the module with different positions."""
+        """Return whether the ranks along `tensor` call the module with different positions."""
         return self._mesh.plan.sequence and module not in self._before
 
     def shared_gradients(self, module: nn.Module) -> list[SharedGradient]:
-        """What tensor ranks sum among themselves: gradients of which each has a part."""
+        """Return the gradients of which each tensor rank has a part: they sum them."""
         if self.sharded is None:
             return []
         group, inside = self._mesh.group("tensor"), set(module.parameters())
@@ -170,7 +170,7 @@ class LayerSharding:
         return None if self.spread is None else self.spread.shards.get(name)
 
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
-        """What this rank owns of its part of a tensor, as boxes of the whole tensor."""
+        """Return what this rank owns of its part of a tensor, as boxes of the whole tensor."""
         boxes = [owned]
         for shard in reversed(self.shards_of(owned.slice.name)):
             boxes = [whole for box in boxes for whole in shard.in_whole(box)]
@@ -197,7 +197,7 @@ class LayerSharding:
 
     @property
     def view(self) -> View:
-        """What layers see of a sequence."""
+        """Return the view of layers on a sequence."""
         return self._view
 
     def _make_view(self) -> View:
@@ -231,7 +231,7 @@ class LayerSharding:
         return LocalPart(inputs, self._padding.targets(targets, length, num_samples(batch)), length)
 
     def without_padding(self, output: Any, targets: LocalTargets) -> tuple[Any, Any]:
-        """What the model returned, and its targets, as the loss is to see them; inside of `around`."""
+        """Return the output of the model and its targets as the loss takes them; inside of `around`."""
         if self._hidden_padding is None:
             return targets.without_padding(output, ignores=self._ignores)
         return self._hidden_padding.without_padding(output, targets.values, ignores=self._ignores)
@@ -280,7 +280,7 @@ class LayerSharding:
         return positions(length, self._context.rank, self._context.size, self._mesh.device)
 
     def _stream(self, length: int) -> Tensor:
-        """Of this rank's part along `context`, its part along `tensor`."""
+        """Return the positions of this rank along `tensor`, out of its part along `context`."""
         plan = self._mesh.plan
         return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
 

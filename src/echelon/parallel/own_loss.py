@@ -38,7 +38,7 @@ def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
 
 
 def takes_next_labels(loss: Loss) -> bool:
-    """Whether a loss counts, at each position, the label of the next one."""
+    """Return whether a loss counts, at each position, the label of the next one."""
     if isinstance(loss, OwnLoss):
         return loss.shifts
     return isinstance(loss, ReplacedLoss) or loss in (causal_cross_entropy, unsplit_causal_cross_entropy)
@@ -65,7 +65,7 @@ class OwnLoss:
 
 
 def _ignore_index(model: nn.Module) -> int:
-    """What the model, its config or a module inside of it says by this name."""
+    """Return the `ignore_index` of the model, its config or a module inside of it."""
     owners = [getattr(model, "config", None), *model.modules()]
     named = [getattr(owner, "ignore_index", None) for owner in owners]
     return next((value for value in named if type(value) is int), IGNORED_TARGET)

@@ -48,7 +48,7 @@ class LocalTargets(NamedTuple):
     num_positions: int = 0  # here, with padding
 
     def without_padding(self, output: Any, *, ignores: bool) -> tuple[Any, Any]:
-        """What a model returned, and its targets, for the positions that are no padding; see `true_pair`."""
+        """Return output and targets of the positions that are no padding; see `true_pair`."""
         if self.num_true is None:
             return output, self.values
         targets = _cut(self.values, self.num_true)
@@ -154,7 +154,7 @@ def next_multiple(length: int, divisor: int) -> int:
 
 
 def has_positions(leaf: Any) -> bool:
-    """Whether a leaf of a batch or an output is [samples, positions, …]."""
+    """Return whether a leaf of a batch or an output is [samples, positions, …]."""
     return isinstance(leaf, Tensor) and leaf.ndim > 1
 
 
@@ -192,7 +192,7 @@ class HiddenPadding:
         self._plan, self._view, self._not_causal, self._by_heads = plan, view, not_causal, by_heads
 
     def pad(self, hidden: Tensor) -> Tensor:
-        """What the first layer returned, at a length that ranks share evenly."""
+        """Pad what the first layer returned to a length that ranks share evenly."""
         length, ranks = hidden.shape[1], self._plan.tensor
         if length % ranks == 0:
             return hidden
@@ -225,7 +225,7 @@ class HiddenPadding:
         return (value,)
 
     def without_padding(self, output: Any, targets: Any, *, ignores: bool) -> tuple[Any, Any]:
-        """What the model returned for true positions, and its targets; see `true_pair`."""
+        """Return output and targets of the true positions; see `true_pair`."""
         length = self._view.true_length
         if length is None:
             return output, targets

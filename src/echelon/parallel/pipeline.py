@@ -155,7 +155,7 @@ def keep_only(
 ) -> dict[str, Tensor]:
     """Drop all parameters and buffers of other stages; buffers that are in no layer stay on every rank.
 
-    Returns the buffers that no state dict has, by name: nobody could bring them back otherwise.
+    Returns the buffers that no state dict has, by name: nothing could bring them back otherwise.
     """
     temporary: dict[str, Tensor] = {}
     modules = {module for stage in kept for module in stage.modules()}

@@ -1,4 +1,4 @@
-"""What layers must not do with a part of the whole: mix its positions, or draw masks of their own.
+"""Checks of layers that get a part of a sequence: they must not mix its positions, or draw their own masks.
 
 With `context`, a rank holds a part of the positions; with `sequence`, it does so between the split parts of
 layers. Attention asks its view (echelon.nn.sequence) for the other positions. The code of a forward cannot be
@@ -165,7 +165,7 @@ def check_split(
 
 
 def _may_mix(module: nn.Module) -> bool:
-    """Whether a module contains matrices, and a forward of its own that may do anything with them."""
+    """Return whether a module contains matrices, and a forward of its own that may do anything with them."""
     if is_matrix(module) or _works_by_position(module) or isinstance(module, _CONTAINERS):
         return False
     return any(map(is_matrix, module.modules()))

@@ -4,8 +4,8 @@ Its layers are called in order; its parameter sets are each shared in a way of t
 interpreter speaks to stages alone. What a rank does with all of its stages at once is in `LocalStages`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
@@ -21,7 +21,6 @@ from echelon.program import Program
 from echelon.state.ownership import LocalParameter, OwnedSlice
 
 
-@final
 class Stage:
     """The layers of one stage, and how each of its parameter sets is shared."""
 
@@ -29,43 +28,23 @@ class Stage:
         self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
         self._iterated = iterated_modules(module)
         self._num_forwards = 0  # in this step
-        # Opened around the first forward pass of a training, if somebody wants to see what it does.
-        self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
-        # Around every forward pass, with its input, and around the loss, if somebody wants to see what
-        # they save.
-        self.during_forward: Callable[[Any], AbstractContextManager[None]] = _no_context
-        self.during_loss: Callable[[], AbstractContextManager[None]] = nullcontext
-        # When the passes of a step are over; ranks of the stage may communicate.
-        self.finish_passes: Callable[[], None] = _nothing
-        # Raises if layers that ran again in the first step returned something else.
-        self.check_second_runs: Callable[[], None] = _nothing
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
         for previous, following in pairwise(reducers):
             following.follow(previous)
 
     @property
     def lockstep(self) -> bool:
-        """Whether replicas talk during every microbatch, so that each must run the same number of them."""
+        """Return whether replicas communicate in every microbatch: each must run the same number of them."""
         return any(sharing.lockstep for sharing in self.sharings)
 
     def start_step(self) -> None:
         self._num_forwards = 0
 
-    def hold_iterations(self) -> None:
-        """Forward passes before the next step iterate nothing."""
-        self._num_forwards = 1
-
     def forward(self, value: Any) -> Any:
         self._num_forwards += 1
         held = self._iterated if self._num_forwards > 1 else []
-        with no_iteration(held), self._watch(), self.during_forward(value):
+        with no_iteration(held):
             return call_stage(self.module, value)
-
-    def _watch(self) -> AbstractContextManager[None]:
-        if self.first_forward is None or not torch.is_grad_enabled():
-            return nullcontext()
-        check, self.first_forward = self.first_forward, None
-        return check()
 
     def start_backward(self, *, last: bool) -> None:
         for sharing in self.sharings:
@@ -106,7 +85,7 @@ class Stage:
             yield
 
     def abandon_pass(self) -> None:
-        """A pass has raised, and nobody runs the stage any more."""
+        """A pass has raised, and the stage does not run any more."""
         for sharing in self.sharings:
             sharing.abandon_pass()
 
@@ -137,14 +116,6 @@ class Stage:
             f"{sharing.parameter_set.describe()}, {type(sharing).__name__}" for sharing in self.sharings
         )
         return f"stage {self.index}: {sets}"
-
-
-def _nothing() -> None:
-    pass
-
-
-def _no_context(_: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 @final

@@ -33,7 +33,7 @@ def _keeps_layers(plan: "Plan") -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What layers compute with and keep."""
+    """Types and kernels of layers, and the activations that they keep."""
 
     sequence: bool = switch(
         False,

@@ -126,7 +126,7 @@ def plain_digits(value: Any) -> Any:
 
 
 def number_of(value: Any, minimum: int = 1) -> int:
-    """How many of something: a number that a person can mean."""
+    """Read a number of ranks, stages or microbatches that a person can mean."""
     text = plain_digits(value)
     # int() of thousands of digits would take seconds, or raise.
     is_long = isinstance(text, str) and text.isdecimal() and len(text.lstrip("0")) >= len(str(_TOO_MANY))

@@ -74,7 +74,7 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many replicas each pipeline stage has, within one replica along `data`."""
+        """The number of replicas of each pipeline stage, within one replica along `data`."""
         if isinstance(self.pipeline, str):
             raise UserError(
                 f"plan '{self}': pipeline=auto has no stages until a model was measured; let "
@@ -84,12 +84,12 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
 
     @property
     def stages(self) -> int:
-        """How many positions the pipeline has."""
+        """The number of positions of the pipeline."""
         return len(self.replicas)
 
     @property
     def ranks(self) -> int:
-        """How many ranks the plan needs (experts are on the data ranks)."""
+        """The number of ranks that the plan needs (experts are on the data ranks)."""
         return sum(self.replicas) * self.data * self.context * self.tensor
 
     @property
@@ -110,7 +110,7 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
 
     @property
     def updates_per_step(self) -> int:
-        """How many updates a step makes: PipeDream updates after each microbatch, others once."""
+        """The number of updates in a step: PipeDream updates after each microbatch, others once."""
         return self.microbatches if self.schedule in ("pipedream", "pipedream-vertical") else 1
 
     @property

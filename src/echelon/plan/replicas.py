@@ -49,7 +49,7 @@ def _why_uneven_shards(plan: "Plan") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """How replicas agree, and what they share."""
+    """Agreement of replicas, and the state that they share."""
 
     sync: str = choice(
         "all-reduce",

@@ -1,4 +1,4 @@
-"""When and where a plan's weights are updated, and what lives in host memory."""
+"""Updates of a plan: when and where weights change, and which state is kept in host memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ def _read_offload(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """When and where weights are updated."""
+    """Time and place of updates."""
 
     update: str = choice(
         "step",

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.planner.cost import MODELS, CostModel, Echelon, PipeDream
 from echelon.planner.graph import Node, Profile, chain, make_profile
-from echelon.planner.partitioning import partition
+from echelon.planner.partitioning import Partition, Stage, partition
 from echelon.planner.profile_file import profile_of, read_profile, to_dict, write_profile
-from echelon.planner.result import Partition, Stage
 
 if TYPE_CHECKING:
     from echelon.planner.profiling import profile

@@ -43,13 +43,13 @@ class StagePosition(NamedTuple):
     outside: float
 
     def ranks_behind(self, level: Level) -> float:
-        """How many ranks work on later stages, per worker of this stage."""
+        """Return the number of ranks that work on later stages, per worker of this stage."""
         return (self.outside + self.behind * level.inside) / self.replicas
 
 
 @dataclass(frozen=True)
 class CostModel(ABC):
-    """What both models share. `free_activations`: transfers of activations take no time."""
+    """The base of both models. `free_activations`: transfers of activations take no time."""
 
     free_activations: bool = False
 

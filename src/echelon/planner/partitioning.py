@@ -2,15 +2,97 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from echelon.errors import UserError, raise_errors
 from echelon.planner.cluster import Level, cluster_errors, make_levels
 from echelon.planner.cost import Bytes, CostModel, Echelon, StagePosition
-from echelon.planner.graph import Node, Profile
-from echelon.planner.result import Partition, Stage
+from echelon.planner.graph import Node, Profile, find_states, stage_of_layers
 from echelon.planner.solver import MemorySolver, Piece, Problem, TimeSolver
-from echelon.planner.states import find_states, stage_of_layers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers on some workers. All times are per microbatch of the whole pipeline.
+
+    `seconds` is the time of the stage, or of a transfer to or from it where that is longer. `memory_bytes` is
+    the memory of one of its workers in the cost model.
+    """
+
+    layers: tuple[str, ...]
+    replicas: int
+    seconds: float
+    compute_seconds: float
+    gradient_seconds: float
+    activation_seconds: float
+    memory_bytes: float
+    workers: tuple[int, ...]
+
+    @property
+    def limit(self) -> str:
+        """The bottleneck of the stage: the part that takes the longest."""
+        times = {
+            "compute": self.compute_seconds,
+            "gradients": self.gradient_seconds,
+            "activations": self.activation_seconds,
+        }
+        return max(times, key=lambda name: times[name])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "layers": list(self.layers),
+            "workers": list(self.workers),
+            "limit": self.limit,
+        }
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A split of a profile. `exact`: no other split is faster under the cost model."""
+
+    stages: tuple[Stage, ...]
+    pipeline_seconds: float
+    data_parallel_seconds: float
+    single_device_seconds: float
+    cost_model: str
+    exact: bool
+
+    @property
+    def speedup_over_data_parallel(self) -> float:
+        return self.data_parallel_seconds / self.pipeline_seconds
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """The number of layers of each stage: with a chain of layers, where to cut."""
+        return tuple(len(stage.layers) for stage in self.stages)
+
+    @property
+    def plan(self) -> str:
+        """The fields of a plan: 'data=4' for one stage, 'pipeline=4', or 'pipeline=3-1'."""
+        if len(self.stages) == 1:
+            return f"data={self.replicas[0]}"
+        if set(self.replicas) == {1}:
+            return f"pipeline={len(self.stages)}"
+        return "pipeline=" + "-".join(map(str, self.replicas))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "pipeline_seconds": self.pipeline_seconds,
+            "data_parallel_seconds": self.data_parallel_seconds,
+            "single_device_seconds": self.single_device_seconds,
+            "speedup_over_data_parallel": self.speedup_over_data_parallel,
+            "plan": self.plan,
+            "cost_model": self.cost_model,
+            "exact": self.exact,
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+
 
 # The largest problems that take about two seconds. Every level but the outermost solves all pairs of states.
 MOST_STATES, MOST_STATES_OF_PAIRS = 1024, 256
@@ -100,36 +182,18 @@ def _data_parallel(profile: Profile, levels: tuple[Level, ...], model: CostModel
 # The time and memory of each stage of a split; the levels of a cluster become one list of stages.
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A stage as seen from one unit of a level: the times are those of the unit."""
-
-    end: int
-    seconds: float
-    compute: float
-    gradients: float = 0.0
-    activations: float = 0.0
-    memory: float = 0.0
-    workers: tuple[int, ...] = ()
-
-
 def assess(problem: Problem, profile: Profile, pieces: tuple[Piece, ...]) -> tuple[Stage, ...]:
     """The stages of a split in the order of the pipeline, over all levels."""
     drafts = _Assessor(problem, profile).unit(len(problem.levels) - 1, pieces, (0,), 0.0)
-    stages = stage_of_layers(profile, [problem.states.masks[draft.end] for draft in drafts])
-    return tuple(
-        Stage(
-            tuple(node.name for node, stage in zip(profile.nodes, stages, strict=True) if stage == index),
-            len(draft.workers),
-            draft.seconds,
-            draft.compute,
-            draft.gradients,
-            draft.activations,
-            draft.memory,
-            draft.workers,
-        )
-        for index, draft in enumerate(drafts)
-    )
+    places = stage_of_layers(profile, [problem.states.masks[end] for end, _ in drafts])
+    names = [
+        tuple(node.name for node, place in zip(profile.nodes, places, strict=True) if place == index)
+        for index in range(len(drafts))
+    ]
+    return tuple(replace(stage, layers=layers) for layers, (_, stage) in zip(names, drafts, strict=True))
+
+
+_Draft = tuple[int, Stage]  # the state behind a stage, and the stage, whose layers are named in the end
 
 
 class _Assessor:
@@ -139,7 +203,8 @@ class _Assessor:
     def unit(
         self, depth: int, pieces: tuple[Piece, ...], firsts: tuple[int, ...], outside: float
     ) -> list[_Draft]:
-        """The stages of one unit of level `depth`. `firsts` are the first ranks of the copies of the unit."""
+        """The stages of one unit of level `depth`, with the times of the unit. `firsts` are the first ranks
+        of its copies."""
         level = self._problem.levels[depth]
         drafts: list[_Draft] = []
         taken = 0
@@ -155,36 +220,36 @@ class _Assessor:
                 inner = self.unit(depth - 1, piece.inner, ranks, position.ranks_behind(level))
             else:
                 compute = self._sum(piece, lambda node: node.seconds)
-                inner = [_Draft(piece.end, compute, compute, workers=ranks)]
-            inner = [self._replicated(draft, piece, position, level) for draft in inner]
+                stage = Stage((), len(ranks), compute, compute, 0.0, 0.0, 0.0, ranks)
+                inner = [(piece.end, stage)]
+            stages = [self._replicated(stage, piece, position, level) for _, stage in inner]
             if index > 0:
-                inner[0] = self._with_transfer(inner[0], piece.begin, position, level)
+                stages[0] = self._with_transfer(stages[0], piece.begin, position, level)
             if index < len(pieces) - 1 and self._problem.model.sender_pays:
-                inner[-1] = self._with_transfer(inner[-1], piece.end, position, level)
-            drafts += inner
+                stages[-1] = self._with_transfer(stages[-1], piece.end, position, level)
+            drafts += zip((end for end, _ in inner), stages, strict=True)
         return drafts
 
-    def _replicated(self, draft: _Draft, piece: Piece, position: StagePosition, level: Level) -> _Draft:
-        """`draft` on several workers of a level, which exchange their gradients."""
+    def _replicated(self, stage: Stage, piece: Piece, position: StagePosition, level: Level) -> Stage:
+        """`stage` on several workers of a level, which exchange their gradients."""
         model, replicas = self._problem.model, position.replicas
         size = self._bytes(piece)
         exchange = model.exchange(size.parameters, replicas, level)
         return replace(
-            draft,
-            seconds=float(model.join(draft.seconds / replicas, exchange)),
-            compute=draft.compute / replicas,
-            gradients=float(model.join(draft.gradients / replicas, exchange)),
-            activations=draft.activations / replicas,
-            memory=max(draft.memory, float(model.memory(size, position, level))),
+            stage,
+            seconds=float(model.join(stage.seconds / replicas, exchange)),
+            compute_seconds=stage.compute_seconds / replicas,
+            gradient_seconds=float(model.join(stage.gradient_seconds / replicas, exchange)),
+            activation_seconds=stage.activation_seconds / replicas,
+            memory_bytes=max(stage.memory_bytes, float(model.memory(size, position, level))),
         )
 
-    def _with_transfer(self, draft: _Draft, state: int, position: StagePosition, level: Level) -> _Draft:
-        """`draft` with the activations that cross the split at `state`."""
+    def _with_transfer(self, stage: Stage, state: int, position: StagePosition, level: Level) -> Stage:
+        """`stage` with the activations that cross the split at `state`."""
         size = float(self._problem.states.crossing[state])
         seconds = float(self._problem.model.transfer(size, position.replicas, level))
-        return replace(
-            draft, seconds=max(draft.seconds, seconds), activations=max(draft.activations, seconds)
-        )
+        longest = max(stage.activation_seconds, seconds)
+        return replace(stage, seconds=max(stage.seconds, seconds), activation_seconds=longest)
 
     def _bytes(self, piece: Piece) -> Bytes:
         return Bytes(

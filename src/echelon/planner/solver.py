@@ -12,11 +12,18 @@ import numpy as np
 
 from echelon.planner.cluster import Level
 from echelon.planner.cost import Bytes, CostModel, StagePosition
-from echelon.planner.dynamic import Costs, Progress, Team, fewest_stages, least_bottleneck
-from echelon.planner.many_workers import MOST_NUMBERS, CostTable
-from echelon.planner.states import Floats, States
+from echelon.planner.dynamic import (
+    MOST_NUMBERS,
+    Costs,
+    CostTable,
+    Progress,
+    Team,
+    fewest_stages,
+    least_bottleneck,
+)
+from echelon.planner.graph import Floats, States
 
-MANY_WORKERS = 100  # from here on, the table of `many_workers` is faster
+MANY_WORKERS = 100  # from here on, a `CostTable` is faster
 
 
 class Piece(NamedTuple):

@@ -1,10 +1,12 @@
-"""From a schedule's name to the whole program of a step: what a plan runs and `echelon schedule` shows."""
+"""From a plan to the program of its step: of its schedule by name, or from a file that must fit the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from echelon.errors import UserError
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
-from echelon.program.instruction import Program
+from echelon.errors import UserError, raise_errors
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.program.check import check
+from echelon.program.instruction import COPIES, Op, Program
+from echelon.program.load import load_schedule
 from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update
 from echelon.program.pipedream import asynchronous
 from echelon.program.schedules import flushed
@@ -37,3 +39,102 @@ def build(
     program = add_transfers(program)
     program = add_copies(program) if copies else program
     return add_gathers(program) if gather else program
+
+
+def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> Program:
+    """Return the program of the plan's schedule, checked. `ties`: stages share weights.
+
+    `microbatches`: those that a replica with few samples has, if not the plan's.
+    """
+    gather, copies = plan.frees_weights, "activations" in plan.offload
+    if plan.schedule_is_file:
+        program = load_schedule(plan.schedule, ties=ties)
+        raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
+        own = {instruction.op for rank in program.ranks for instruction in rank}
+        program = add_copies(program) if copies and own.isdisjoint(COPIES) else program
+        program = add_gathers(program) if gather and Op.GATHER not in own else program
+    else:
+        number = plan.microbatches if microbatches is None else microbatches
+        program = build(
+            plan.schedule, plan.replicas, number, plan.chunks, gather=gather, copies=copies, ties=ties
+        )
+    check(program)
+    return program
+
+
+def continuous_steps(plan: Plan) -> Callable[[int, int | None], Program]:
+    """For a pipeline that is never empty between steps: its program of a step that begins with so many
+    microbatches taken in; of a drain, where it takes in 0 more.
+
+    A step begins and ends with microbatches in flight, so the check is of all steps from an empty pipeline to
+    a full one and back: every later step is one of these with higher numbers.
+    """
+    until_full = -(-2 * plan.stages // plan.microbatches) + 1
+    check(_continuous(plan, taken=until_full * plan.microbatches))
+
+    def program(begin: int, taken: int | None) -> Program:
+        return _continuous(plan, begin=begin, taken=taken, drain=taken == 0)
+
+    return program
+
+
+def _continuous(plan: Plan, *, begin: int = 0, taken: int | None, drain: bool = True) -> Program:
+    program = asynchronous(
+        plan.schedule, plan.stages, plan.microbatches, begin=begin, taken=taken, drain=drain
+    )
+    program = add_transfers(program)
+    return add_copies(program) if "activations" in plan.offload else program
+
+
+def _file_errors(program: Program, plan: Plan) -> list[str]:
+    """Why a schedule from a file does not fit the plan."""
+    errors = []
+    replicas = _replicas(program)
+    if replicas != plan.replicas:
+        errors.append(
+            f"its ranks hold the stages with replicas {'-'.join(map(str, replicas))}, and the plan has "
+            f"pipeline={'-'.join(map(str, plan.replicas))}; set pipeline={'-'.join(map(str, replicas))}"
+        )
+    if program.microbatches != plan.microbatches:
+        errors.append(
+            f"it is for {program.microbatches} microbatches, and the plan has {plan.microbatches}; set "
+            f"microbatches={program.microbatches}"
+        )
+    instructions = [instruction for rank in program.ranks for instruction in rank]
+    if any(i.op is Op.STASH or i.version is not None for i in instructions):
+        errors.append("it keeps weight versions, which only the schedules by name do; leave them out")
+    if "activations" not in plan.offload and any(i.op in COPIES for i in instructions):
+        errors.append("it stores activations in host memory; set offload=activations, or leave S and T out")
+    if plan.zero == 3 and program.halves:
+        errors.append("it splits backwards in two, and zero=3 frees the weights between; use zero=2")
+    if "parameters" in plan.offload and program.halves:
+        errors.append("it splits backwards in two, and offload=parameters drops the weights between; drop it")
+    if plan.compile and program.halves:
+        errors.append("it splits backwards in two, and those of compiled layers are one piece; drop compile")
+    if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):
+        errors.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")
+    return errors
+
+
+def _replicas(program: Program) -> tuple[int, ...]:
+    """The replicas of each position of the pipeline; a rank with several stages is one position."""
+    if all(len(holders) == 1 for holders in program.placement):
+        return (1,) * len(program.ranks)
+    return tuple(len(holders) for holders in program.placement)
+
+
+def _ends_once(program: Program, rank: int) -> bool:
+    """Return whether a rank sums each stage's gradients once, after its last backward, and then updates
+    once."""
+    ops = [instruction.op for instruction in program.ranks[rank]]
+    stages = program.stages_of(rank)
+    if ops.count(Op.REDUCE) != len(stages) or ops.count(Op.UPDATE) != 1:
+        return False
+    backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    if any(op in (*backwards, Op.FORWARD) for op in ops[ops.index(Op.UPDATE) :]):
+        return False
+    for stage in stages:
+        own = [instruction.op for instruction in program.ranks[rank] if instruction.stage == stage]
+        if any(op in backwards for op in own[own.index(Op.REDUCE) :]):
+            return False
+    return True

@@ -115,8 +115,8 @@ class Picture:
 def _element(shape: Shape) -> str:
     match shape:
         case Box(x, y, width, height, fill, edge):
-            look = f'rx="2" fill="{fill}" stroke="{edge}" stroke-width="0.8"'
-            return f"<rect {_area(x, y, width, height)} {look}/>"
+            style = f'rx="2" fill="{fill}" stroke="{edge}" stroke-width="0.8"'
+            return f"<rect {_area(x, y, width, height)} {style}/>"
         case Hatch(x, y, width, height):
             return f'<rect {_area(x, y, width, height)} fill="url(#bubble)"/>'
         case Rule(x1, y1, x2, y2, colour):

@@ -1,17 +1,52 @@
-"""The check of a program, before anything runs: all errors at once, shown in a grid of ranks and time."""
+"""The check of a program, before anything runs: all rules and errors at once, in a grid of ranks and time."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from echelon.errors import UserError
 from echelon.program.grid import Grid, Line, draw, line_text
 from echelon.program.instruction import COMPUTE, Program
 from echelon.program.readiness import Position, walk
-from echelon.program.rules import ProgramError, find_errors
-from echelon.program.rules.work import find_misplaced
+from echelon.program.rules import (
+    ProgramError,
+    find_copy_errors,
+    find_deadlocks,
+    find_duplicates,
+    find_misplaced,
+    find_missing_backwards,
+    find_missing_forwards,
+    find_unmatched_transfers,
+    find_unmet_needs,
+)
 from echelon.program.timeline import Span
+from echelon.program.weight_rules import find_gather_errors, find_update_errors, find_version_errors
 
 _WIDTH, _MOST_BLOCKS, _MOST_RANKS = 100, 3, 16
 _MOST_REPORTED = 1000
+
+Rule = Callable[[Program], Iterator[ProgramError]]
+
+_ALWAYS: tuple[Rule, ...] = (
+    find_duplicates,
+    find_missing_forwards,
+    find_unmet_needs,
+    find_unmatched_transfers,
+    find_version_errors,
+    find_gather_errors,
+)
+_TRAINING: tuple[Rule, ...] = (find_missing_backwards, find_update_errors, find_copy_errors)
+
+
+def find_errors(program: Program, *, training: bool = True) -> list[ProgramError]:
+    """Every error of a program. Without `training` it has only forwards, as for an evaluation.
+
+    Misplaced instructions are reported alone, because the other rules assume that there are none. Deadlocks
+    are reported if nothing else is wrong: a missing send would be reported twice.
+    """
+    misplaced = list(find_misplaced(program))
+    if misplaced:
+        return misplaced
+    rules = [*_ALWAYS, *(_TRAINING if training else ())]
+    return [error for rule in rules for error in rule(program)] or list(find_deadlocks(program))
 
 
 def check(program: Program, *, training: bool = True, lines: Mapping[int, int] | None = None) -> None:

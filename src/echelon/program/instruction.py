@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What an instruction does; the value is how it is written."""
+    """The operation of an instruction; the value is how it is written."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -78,7 +78,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank of a pipeline does in one step.
+    """The instructions of every rank of a pipeline in one step.
 
     `placement` lists the ranks that hold each stage: one, or several replicas that take microbatches in turn
     (replica k % replicas works on microbatch k).
@@ -95,17 +95,17 @@ class Program:
 
     @property
     def halves(self) -> bool:
-        """Whether backward passes are in two parts: for inputs, and later for weights."""
+        """True if backward passes are in two parts: for inputs, and later for weights."""
         return any(instruction.op is Op.BACKWARD_INPUT for rank in self.ranks for instruction in rank)
 
     @cached_property
     def versioned(self) -> bool:
-        """Whether any instruction names a version of the weights: stages then update at different times."""
+        """True if any instruction names a version of the weights: stages then update at different times."""
         return any(instruction.version is not None for rank in self.ranks for instruction in rank)
 
     @cached_property
     def forwards_first(self) -> bool:
-        """Whether every rank runs all its forwards, and passes their outputs on, before its first
+        """True if every rank runs all its forwards, and passes their outputs on, before its first
         backward."""
         return not any(_turns_back(rank) for rank in self.ranks)
 
@@ -126,7 +126,7 @@ class Program:
 
     @cached_property
     def round(self) -> int:
-        """The number of microbatches after which the turns of all stages' replicas repeat."""
+        """The number of microbatches after which the order of all stages' replicas repeats."""
         return lcm(*(len(ranks) for ranks in self.placement))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class Program:
 
 
 def _turns_back(instructions: tuple[Instruction, ...]) -> bool:
-    """Whether a forward comes after a backward."""
-    turn = next((n for n, each in enumerate(instructions) if each.op in AFTER_FORWARDS), len(instructions))
+    """Return whether a forward comes after a backward."""
+    first = next((n for n, each in enumerate(instructions) if each.op in AFTER_FORWARDS), len(instructions))
     forwards = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
-    return any(each.op in forwards for each in instructions[turn:])
+    return any(each.op in forwards for each in instructions[first:])

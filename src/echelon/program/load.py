@@ -1,5 +1,6 @@
 """A schedule from a file: read, completed with what the file leaves out, and checked."""
 
+import errno
 from pathlib import Path
 
 from echelon.errors import UserError
@@ -8,7 +9,17 @@ from echelon.program.grid import draw_words
 from echelon.program.instruction import RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_transfers, add_update, fill_update
 from echelon.program.text import Parsed, parse
-from echelon.program.text_file import read_text_file
+
+MOST_CHARACTERS = 2**25
+
+
+def read_text_file(path: Path) -> str:
+    """All of it, as UTF-8. One without an end is an OSError, as others that cannot be read."""
+    with path.open(encoding="utf-8") as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_CHARACTERS} characters")
+    return text
 
 
 def load_schedule(path: str | Path, *, ties: bool = False) -> Program:

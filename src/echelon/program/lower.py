@@ -9,7 +9,7 @@ add_copies        S after a forward and its send, T before each part of a backwa
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from echelon.program.instruction import COMPUTE, RECEIVES, Instruction, Op, Program
@@ -77,12 +77,12 @@ def _receives(
             early.add(messages[0])
             yield messages.popleft()
         yield messages.popleft()
-    else:  # sent in an earlier step of a pipeline that never drains; or by nobody, which the check reports
+    else:  # sent in an earlier step of a pipeline that never drains; or by no rank, which the check reports
         yield receive
 
 
 def _send(program: Program, rank: int, instruction: Instruction) -> Transfer:
-    """What a rank sends after an instruction."""
+    """Return the send that follows an instruction, if any."""
     if instruction.op is Op.FORWARD:
         op, neighbour = Op.SEND_ACTIVATION, instruction.stage + 1
     elif instruction.op in GRADIENT:
@@ -136,71 +136,69 @@ def without_update(program: Program) -> Program:
 def fill_update(program: Program, absent: Collection[Op]) -> Program:
     """Add what is `absent` of TIE, NORM and PUBLISH around each UPDATE: TIE NORM [STASH] UPDATE PUBLISH."""
 
-    def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-        stashes: list[Instruction] = []  # of the coming UPDATE, before which NORM stands
-        for instruction in instructions:
-            op, stage = instruction.op, instruction.stage
-            if op is Op.STASH:
-                stashes.append(instruction)
-                continue
-            if Op.TIE in absent and op is (Op.UPDATE if Op.NORM in absent else Op.NORM):
-                yield Instruction(Op.TIE, stage)
-            if Op.NORM in absent and op is Op.UPDATE:
-                yield Instruction(Op.NORM, stage)
-            yield from stashes
-            stashes = []
-            yield instruction
-            if Op.PUBLISH in absent and op is Op.UPDATE:
-                yield Instruction(Op.PUBLISH, stage)
-        yield from stashes
+    def before(instruction: Instruction) -> Iterator[Instruction]:
+        if Op.TIE in absent and instruction.op is (Op.UPDATE if Op.NORM in absent else Op.NORM):
+            yield Instruction(Op.TIE, instruction.stage)
+        if Op.NORM in absent and instruction.op is Op.UPDATE:
+            yield Instruction(Op.NORM, instruction.stage)
 
-    return _each(program, lowered)
+    def after(instruction: Instruction) -> Iterator[Instruction]:
+        if Op.PUBLISH in absent and instruction.op is Op.UPDATE:
+            yield Instruction(Op.PUBLISH, instruction.stage)
+
+    return _around(program, before, after, {Op.STASH})
 
 
 def add_gathers(program: Program) -> Program:
     """Add GATHER and FREE around every computation. A gather begins before the wait for an input."""
 
-    def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-        receives: list[Instruction] = []
-        for instruction in instructions:
-            if instruction.op in RECEIVES:
-                receives.append(instruction)
-                continue
-            if instruction.op in COMPUTE:
-                yield Instruction(Op.GATHER, instruction.stage)
-            yield from receives
-            receives = []
-            yield instruction
-            if instruction.op in COMPUTE:
-                yield Instruction(Op.FREE, instruction.stage)
-        yield from receives
+    def each(op: Op) -> Callable[[Instruction], list[Instruction]]:
+        return lambda instruction: [Instruction(op, instruction.stage)] if instruction.op in COMPUTE else []
 
-    return _each(program, lowered)
+    return _around(program, each(Op.GATHER), each(Op.FREE), RECEIVES)
 
 
 def add_copies(program: Program) -> Program:
     """Add S and T of every microbatch: what its forward saves is in host memory until its backward, and
     between the two parts of one."""
 
-    def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    def fetch(instruction: Instruction) -> list[Instruction]:
+        is_needed = instruction.op in BACKWARDS
+        return [Instruction(Op.FETCH, instruction.stage, instruction.microbatch)] if is_needed else []
+
+    def with_stores(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         store: Instruction | None = None
-        receives: list[Instruction] = []
-        for instruction in instructions:
-            op = instruction.op
-            if store is not None and op is not Op.SEND_ACTIVATION:
+        for instruction in (*instructions, None):
+            # The output is sent first: the next rank waits for it, and nothing waits for the copy.
+            if store is not None and (instruction is None or instruction.op is not Op.SEND_ACTIVATION):
                 yield store
                 store = None
-            if op in RECEIVES:
-                receives.append(instruction)
+            if instruction is not None:
+                yield instruction
+                if instruction.op is Op.FORWARD:
+                    store = Instruction(Op.STORE, instruction.stage, instruction.microbatch)
+
+    return _each(_around(program, fetch, lambda _: (), RECEIVES), with_stores)
+
+
+def _around(
+    program: Program,
+    before: Callable[[Instruction], Iterable[Instruction]],
+    after: Callable[[Instruction], Iterable[Instruction]],
+    held: Collection[Op],
+) -> Program:
+    """Add what comes before and after each instruction; before also those that are `held`, which wait for
+    the instruction behind them."""
+
+    def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        waiting: list[Instruction] = []
+        for instruction in instructions:
+            if instruction.op in held:
+                waiting.append(instruction)
                 continue
-            if op in BACKWARDS:
-                yield Instruction(Op.FETCH, instruction.stage, instruction.microbatch)
-            yield from receives
-            receives = []
-            yield instruction
-            if op is Op.FORWARD:
-                store = Instruction(Op.STORE, instruction.stage, instruction.microbatch)
-        yield from receives if store is None else [store, *receives]
+            yield from (*before(instruction), *waiting, instruction, *after(instruction))
+            waiting = []
+        yield from waiting
 
     return _each(program, lowered)
 

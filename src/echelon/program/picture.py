@@ -1,7 +1,7 @@
 """A timeline as a picture: one row per rank, time to the right, the bubble hatched.
 
 Planned and measured timelines are drawn by the same code, from spans. This module decides what stands where;
-canvas.py turns boxes and words into SVG or PNG. The look is that of echelon.train.charts.
+canvas.py turns boxes and words into SVG or PNG. The style is that of echelon.train.charts.
 """
 
 import math
@@ -89,7 +89,7 @@ def draw_together(panels: Sequence[Panel], ranks: int, axis: str = "time") -> Pi
 
 
 def _extent(spans: Sequence[Span]) -> tuple[float, float]:
-    """When the first span starts, and the time from there to the end of the last."""
+    """Return the start of the first span, and the seconds from there to the end of the last."""
     start = min((float(span.start) for span in spans), default=0.0)
     return start, max((float(span.end) for span in spans), default=1.0) - start
 

@@ -80,7 +80,7 @@ def _moves(ahead: int, taken_in: int, every: int, *, drain: bool = False) -> Ite
 
 
 def _version_rule(name: str, stages: int, stage: int, every: int) -> Callable[[int], int]:
-    """Which version of a stage's weights a microbatch uses."""
+    """Return the rule by which a microbatch chooses a version of a stage's weights."""
     rules: dict[str, Callable[[int], int]] = {
         "pipedream": lambda k: k - (stages - 1 - stage),
         "pipedream-vertical": lambda k: k - (stages - 1),

@@ -5,7 +5,7 @@ A rank runs its instructions in their order. Some wait for other ranks (`walk`):
     a receive    for its send: the n-th receive from a rank takes what that rank's n-th send put on the way
     REDUCE       until every replica of the stage has come to its own n-th REDUCE
     TIE, NORM    until every rank has come to its own n-th TIE or NORM; in a program with weight versions for
-                 nobody, since stages then update at different times
+                 no rank, since stages then update at different times
 
 Sends never wait. All other instructions need only what the same rank did before them (`needs`); where that is
 missing, waiting does not help, and the check reports it.
@@ -26,14 +26,14 @@ Channel = tuple[int, int]  # from rank, to rank
 
 
 class Need(NamedTuple):
-    """What a rank must have done before: one of `ops` at `stage`, for the same microbatch."""
+    """Work that a rank must have done before: one of `ops` at `stage`, for the same microbatch."""
 
     ops: tuple[Op, ...]
     stage: int
 
 
 def input_need(program: Program, rank: int, instruction: Instruction) -> Need | None:
-    """Where a computation's input comes from: a receive, or the neighbouring stage on the same rank."""
+    """Return the source of a computation's input: a receive, or the neighbouring stage on the same rank."""
     op, stage, microbatch, _, _ = instruction
     assert microbatch is not None
     if op is Op.FORWARD and stage > 0:
@@ -57,7 +57,7 @@ _SAME_STAGE_NEEDS: dict[Op, tuple[Op, ...]] = {
 
 
 def needs(program: Program, rank: int, instruction: Instruction) -> list[Need]:
-    """What must stand before an instruction in the list of its own rank."""
+    """Return what must stand before an instruction in the list of its own rank."""
     if instruction.microbatch is None:
         return []
     ops = _SAME_STAGE_NEEDS.get(instruction.op)
@@ -133,7 +133,7 @@ class _Rendezvous:
     def arrive(
         self, rank: int, index: int, op: Op, stage: int
     ) -> tuple[tuple[Position, ...] | None, list[int]]:
-        """What all did last before they came (None while one is missing), and whom this rank wakes.
+        """Return what each rank did last before it came (None while one is missing), and the ranks to wake.
 
         Every rank of a rendezvous is given the same tuple.
         """

@@ -4,14 +4,15 @@ Integers and fractions stay exact: 1f1b with 4 stages and 8 microbatches has a b
 A program must have passed the check.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from statistics import median
 
 from echelon.errors import UserError
-from echelon.program.instruction import COPIES, Op, Program
+from echelon.program.instruction import COPIES, RECEIVES, SENDS, Op, Program
 from echelon.program.readiness import BACKWARDS, Position, walk
-from echelon.program.timeline import Seconds, Timeline
+from echelon.program.timeline import Seconds, Span, Timeline, work_spans
 
 Cost = Seconds | Sequence[Seconds]  # of every stage, or of each
 _Slot = tuple[int, int | None]  # stage, microbatch
@@ -121,19 +122,20 @@ class _Lanes:
         self._ends: dict[tuple[Op, _Slot], Seconds] = {}
 
     def copy(self, op: Op, slot: _Slot, now: Seconds) -> tuple[Seconds, Seconds]:
-        """When a copy that is asked for now starts and ends. A fetch waits for its store."""
+        """Return the start and the end of a copy that is issued now. A fetch waits for its store."""
         start = max(now, self._free[op], self._ends.get((Op.STORE, slot), 0))
         end = start + self._costs[op][slot[0]]
         self._free[op] = self._ends[op, slot] = end
         return start, end
 
     def fetched(self, slot: _Slot) -> Seconds:
-        """When a backward finds all that its forward saved."""
+        """Return when all that a forward saved is back for its backward."""
         return self._ends.get((Op.FETCH, slot), 0)
 
 
 class _Meetings:
-    """When the ranks of a rendezvous are all there: computed once, since its ranks share their causes."""
+    """The times at which the ranks of a rendezvous have all arrived: computed once, since its ranks share
+    their causes."""
 
     def __init__(self, ends: Sequence[Sequence[Seconds]]) -> None:
         self._ends = ends
@@ -145,3 +147,50 @@ class _Meetings:
             latest = max(self._ends[rank][position] for rank, position in causes)
             known = self._times[id(causes)] = (causes, latest)
         return known[1]
+
+
+Step = Sequence[Span]  # of all ranks, those of one rank together and in their order
+
+
+def measured_costs(steps: Sequence[Step], stages: int) -> Costs:
+    """The median seconds over all steps: of each kind of work at each stage, and of a transfer."""
+    durations: dict[tuple[Op, int], list[float]] = {}
+    for span in (span for step in steps for span in work_spans(step)):
+        durations.setdefault((span.op, span.instruction.stage), []).append(float(span.seconds))
+
+    def each(op: Op) -> list[float]:
+        return [median(durations.get((op, stage), [0.0])) for stage in range(stages)]
+
+    return Costs(
+        forward=each(Op.FORWARD),
+        backward=each(Op.BACKWARD),
+        backward_input=each(Op.BACKWARD_INPUT),
+        backward_weight=each(Op.BACKWARD_WEIGHT),
+        update=each(Op.UPDATE),
+        transfer=_transfer(steps),
+    )
+
+
+def _transfer(steps: Sequence[Step]) -> float:
+    """The median hop: from the start of a send to the end of its receive.
+
+    Only where the receiver was waiting: one that comes later finds the message, and shows nothing of the hop.
+    """
+    pairs = [pair for step in steps for pair in _pairs(step)]
+    waited = [float(recv.end - send.start) for send, recv in pairs if recv.start <= send.start]
+    return median(waited or [float(recv.seconds) for _, recv in pairs] or [0.0])
+
+
+def _pairs(step: Step) -> Iterator[tuple[Span, Span]]:
+    """Each send with its receive: the n-th from one rank to another is the n-th that this one receives."""
+    sends: dict[tuple[int, int | None], list[Span]] = {}
+    receives: dict[tuple[int | None, int], list[Span]] = {}
+    for span in step:
+        peer = span.instruction.peer
+        if span.op in SENDS:
+            sends.setdefault((span.rank, peer), []).append(span)
+        elif span.op in RECEIVES:
+            receives.setdefault((peer, span.rank), []).append(span)
+    for (source, target), spans in sends.items():
+        assert target is not None
+        yield from zip(spans, receives.get((source, target), []), strict=True)

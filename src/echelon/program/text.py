@@ -235,7 +235,7 @@ def _read(word: str, held: Sequence[int]) -> Instruction | str:
 
 
 def _malformed(op: Op, number: int | None, marks: Sequence[str]) -> str | None:
-    """What an instruction must have and may not have."""
+    """Return what an instruction lacks, or must not have; None if it is well formed."""
     if number is not None and op not in _NUMBERED:
         return f"{op.value} takes no number"
     if number is None and op in _NUMBERED:

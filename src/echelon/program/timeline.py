@@ -1,6 +1,6 @@
 """Instructions on the time axis: spans, planned or measured, and the timeline of a whole program."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -18,7 +18,7 @@ WORK = COMPUTE | {Op.UPDATE}  # what keeps a rank busy; all else is communicatio
 
 
 class Span(NamedTuple):
-    """When a rank executed an instruction: in a simulation, or in a real step."""
+    """The time in which a rank executed an instruction: in a simulation, or in a real step."""
 
     rank: int
     start: Seconds
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each instruction of each rank starts and ends."""
+    """Start and end of each instruction of each rank."""
 
     program: Program
     starts: tuple[tuple[Seconds, ...], ...]
@@ -102,3 +102,27 @@ def _peaks(program: Program, change: Mapping[Op, int]) -> tuple[int, ...]:
         max(accumulate((change.get(instruction.op, 0) for instruction in instructions), initial=0))
         for instructions in program.ranks
     )
+
+
+def work_spans(spans: Sequence[Span]) -> list[Span]:
+    """The computations and updates: what a rank does alone. In all else ranks wait for each other."""
+    return [span for span in spans if span.op in WORK]
+
+
+def bubble_of(spans: Sequence[Span], ranks: int) -> float:
+    """1 − busy / (ranks · length), from the start of the first work to the end of the last, on any rank.
+
+    rank 0  F0 ·  B0
+    rank 1  ·  F0 ·       ->  1/2
+    """
+    length = seconds_of(spans)
+    busy = sum(float(span.seconds) for span in work_spans(spans))
+    return 1 - busy / (ranks * length) if length else 0.0
+
+
+def seconds_of(spans: Sequence[Span]) -> float:
+    """From the start of the first work to the end of the last, on any rank."""
+    shown = work_spans(spans)
+    if not shown:
+        return 0.0
+    return float(max(span.end for span in shown) - min(span.start for span in shown))

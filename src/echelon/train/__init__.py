@@ -1,1 +1,1 @@
-"""Training runs: jobs, the loop, what is shown and what is kept."""
+"""Training runs: the loop, what is shown and kept. `jobs` says what to train, `runs` keeps it going."""

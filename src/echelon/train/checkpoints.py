@@ -21,9 +21,8 @@ from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Steppe
 from echelon.train.jobs.job import Job
 from echelon.train.metrics_file import METRICS, line_of, step_of
 from echelon.train.runs.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
-from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches
+from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches, SpikeWatch, Trouble
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.spikes import SpikeWatch, Trouble
 from echelon.update.nonfinite import NonfiniteError
 
 CHECKPOINTS = "checkpoints"
@@ -96,16 +95,16 @@ class Checkpoints:
 
     @property
     def rollbacks(self) -> tuple[RolledBack, ...]:
-        """Those of the run, in order."""
+        """The rollbacks of the run, in order."""
         return self._skipped.events
 
-    def can_go_back(self, step: int) -> bool:
-        """Whether there is a checkpoint from before `step`; all ranks must ask."""
+    def can_roll_back(self, step: int) -> bool:
+        """Return whether there is a checkpoint from before `step`; all ranks must ask."""
         self.finish()
         in_memory = [] if self._memory is None else self._memory.steps()
         return any(saved < step for saved in [*decide(self._folder.steps), *in_memory])
 
-    def go_back(self, trouble: Trouble) -> RolledBack:
+    def roll_back(self, trouble: Trouble) -> RolledBack:
         """Load the newest whole checkpoint from before the trouble, and leave out the batches from there up
         to that of its last step, from now on."""
         first, end = trouble.first, self.batch_of(trouble.last) + 1
@@ -126,7 +125,7 @@ class Checkpoints:
         return event
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` is saved."""
+        """Return whether the state after `step` is saved."""
         return step == self._job.steps or (self._job.save_every > 0 and step % self._job.save_every == 0)
 
     def save(self, step: int, *, wait: bool = False) -> None:
@@ -143,7 +142,7 @@ class Checkpoints:
             self._memory.save(step, *self._engine.saved_state(extra))
             self._last_in_memory = step
         if step > self._last_on_disk and (is_last or self._goes_to_disk(step)):
-            # Between steps nobody changes weights here.
+            # Between steps no one else changes weights here.
             self._folder.save(self._engine, step, extra, wait=wait, copy_behind=not wait)
             self._last_on_disk = step
         if wait:
@@ -172,7 +171,7 @@ def newest_step(job: Job, run: Path) -> int:
 
 
 def decide(find: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank, as JSON."""
+    """Return on every rank what rank 0 finds, as JSON."""
     return cast(T, decide_on_rank_0(find)) if dist.is_initialized() else find()
 
 
@@ -193,7 +192,7 @@ def _step_of(extra: dict[str, Any]) -> int:
 
 # Lines of metrics.jsonl that are on their way: a checkpoint has those that are not in the file yet.
 
-_MANY = 1000  # lines: more wait only if nobody asks for them, because the pipe to the parent holds less
+_MANY = 1000  # lines: more wait only if the parent does not ask for them, because its pipe holds less
 _OTHER_LINES = 1 << 14  # bytes that rollbacks may take between them
 
 
@@ -219,7 +218,7 @@ class UnwrittenLines:
         return list(self._lines)
 
     def restore(self, value: Any) -> None:
-        """What `as_plain` has made; what cannot be read is left out."""
+        """Read what `as_plain` has made; what cannot be read is left out."""
         lines = value if isinstance(value, list) else []
         self._lines = [line for line in lines if isinstance(line, str) and step_of(line) is not None]
 
@@ -240,7 +239,7 @@ class UnwrittenLines:
 
 
 def _of_whole_steps(lines: Sequence[str], first: int) -> list[str]:
-    """Those from number `first` on, and those of the same step before it."""
+    """Return those from number `first` on, and those of the same step before it."""
     while 0 < first < len(lines) and step_of(lines[first - 1]) == step_of(lines[first]):
         first -= 1
     return list(lines[first:])

@@ -1,4 +1,4 @@
-"""Where a training is in its data, as plain data that a checkpoint keeps.
+"""The position of a training in its data, as plain data that a checkpoint keeps.
 
 Batches are functions of their number (data/sampler.py). Without a rollback, step s trains batch s − 1. After
 one, the batches that led to it are left out, and numbers of steps and of batches are no longer the same:
@@ -26,7 +26,7 @@ class DataPosition:
 
     @classmethod
     def after_steps(cls, steps: int, skipped: Iterable[Range] = ()) -> "DataPosition":
-        """Where a training is that has made so many steps."""
+        """Return the position of a training after so many steps."""
         ranges = _united(skipped)
         batch = steps
         for begin, end in ranges:
@@ -60,7 +60,7 @@ class DataPosition:
 
     @classmethod
     def parse(cls, value: Any) -> "DataPosition":
-        """What `as_plain` has made; anything else is a UserError."""
+        """Read what `as_plain` has made; anything else is a UserError."""
         given: dict[str, Any] = value if isinstance(value, dict) else {}
         listed = given.get("skipped")
         is_listed = isinstance(listed, list) and all(map(_is_range, listed))

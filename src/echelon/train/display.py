@@ -1,4 +1,4 @@
-"""What a person sees of a training: a live panel on a terminal, plain lines elsewhere, and a summary."""
+"""The display of a training: a live panel on a terminal, plain lines elsewhere, and a summary."""
 
 import time
 from types import TracebackType

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from echelon.engine.audit.report import AuditResult
+from echelon.engine.audit import AuditResult
 
 FROM_DISK = "from its checkpoint on disk"
 
@@ -29,14 +29,14 @@ class Started:
 
 @dataclass(frozen=True)
 class Audited:
-    """What the audit has found so far, one result per entry; again where a later step has told more."""
+    """The findings of the audit so far, one result per entry; again where a later step has told more."""
 
     results: tuple[AuditResult, ...]
 
 
 @dataclass(frozen=True)
 class GateLoad:
-    """What a gate did with the global batch of a step; see engine.expert_load()."""
+    """The work of a gate on the global batch of a step; see engine.expert_load()."""
 
     gate: str  # its name in the model
     tokens: tuple[float, ...]  # slots of each expert
@@ -45,7 +45,7 @@ class GateLoad:
 
     @property
     def largest_share(self) -> float:
-        """Of the busiest expert, as a multiple of the fair share."""
+        """The load of the busiest expert, as a multiple of the fair share."""
         total = sum(self.tokens)
         return max(self.tokens) * len(self.tokens) / total if total else 1.0
 

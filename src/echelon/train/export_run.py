@@ -30,8 +30,8 @@ from echelon.state.weight_files import (
 from echelon.state.weight_files.dcp_folder import write_dcp
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_file import read_values
-from echelon.train.runs.run_links import link_errors
-from echelon.train.tasks import config_of
+from echelon.train.runs.run_folder import link_errors
+from echelon.train.task import config_of
 
 EXPORTS = "export"
 FORMATS = ("hf", "safetensors", "dcp")
@@ -39,7 +39,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Exported(NamedTuple):
-    """What was written, and where."""
+    """The files that were written, and where."""
 
     folder: Path
     checkpoint: Path
@@ -133,7 +133,7 @@ class _Weights:
         return sorted(self._shapes)
 
     def errors(self, model: nn.Module) -> list[str]:
-        """Where these are not the tensors of a model."""
+        """Raise if these are not the tensors of a model."""
         state = model.state_dict(keep_vars=True)
         firsts = set(StateNames.of(model).state.values())
         found = {name: self._saved.parts(name)[VALUE] for name in self._shapes}

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from echelon.engine.audit.report import AuditResult
+from echelon.engine.audit import AuditResult
 from echelon.train.charts import Series, line_chart, side_by_side
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, RolledBack, Sampled, Started, Stepped
 from echelon.train.metrics_file import (
@@ -65,7 +65,7 @@ class Logbook:
 
     @property
     def has_started(self) -> bool:
-        """Whether ranks began to train: before that there is nothing to keep."""
+        """True if ranks began to train: before that there is nothing to keep."""
         return self._started is not None
 
     @property

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast, final
@@ -11,11 +11,9 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import nn
 
-from echelon.collectives import StepMoves
 from echelon.collectives.mesh import this_device
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit import AuditResult, Mode
-from echelon.engine.step.balance import ExpertLoad
 from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.nn.initialization import deferred
@@ -23,12 +21,11 @@ from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.jobs.job import Job
-from echelon.train.jobs.memory_fit import refuse_small_device, state_bytes
+from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
 from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
-from echelon.train.runs.stop_request import StopRequest
-from echelon.train.task import Task
-from echelon.train.tasks import open_task
+from echelon.train.runs.stopping import StopRequest
+from echelon.train.task import Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
 
@@ -83,13 +80,13 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
         step += 1
         try:
             if not stop.may_begin(step):
-                training.look_at_all()
+                training.read_all()
                 checkpoints.save(step - 1, wait=True)
                 engine.close(restore=False)
                 return step - 1
             training.step(step)
         except (LossSpikeError, NonfiniteError) as trouble:
-            step = training.go_back(trouble)
+            step = training.roll_back(trouble)
     training.tell_last_skipped()
     engine.export(folder / "model")
     checkpoints.finish()
@@ -114,22 +111,24 @@ class _Training:
         self._unread: deque[_Unread] = deque()
         self._audit: list[AuditResult] = []
         self._num_skipped = 0  # the last steps in a row
-        # Where a look may lead back, all ranks take it after the same step.
-        self._looks_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
+        # Where reading a loss may lead back, all ranks read it after the same step.
+        self._reads_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
 
     def step(self, step: int) -> None:
-        """Train `step`; look at it, or at the one before. Raises a LossSpikeError if that has jumped."""
+        """Train `step`; read its numbers, or those of the one before. Raises a LossSpikeError if that has
+        jumped."""
         engine, task, job = self._engine, self._task, self._job
         metrics = engine.step(task.training.at(self._checkpoints.batch_of(step), self._part))
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
             self._report(Audited(tuple(self._audit)))
-        self._unread.append(_Unread(step, metrics, _record(engine) if self._first else None))
-        # A look at a step that is not done would leave a GPU idle until the next one is begun.
-        if _due(step, job) or self._checkpoints.is_due(step) or (self._looks_early and metrics.is_ready):
-            self.look_at_all()
+        report = _report_of(engine, step, metrics) if self._first else None
+        self._unread.append(_Unread(step, metrics, report))
+        # Reading a step that is not done would leave a GPU idle until the next one is begun.
+        if _due(step, job) or self._checkpoints.is_due(step) or (self._reads_early and metrics.is_ready):
+            self.read_all()
         elif len(self._unread) > 1:
-            self._look(self._unread.popleft())
+            self._read(self._unread.popleft())
         if task.num_validation_batches and _due(step, job):
             loss, accuracy = evaluate(engine, task)
             if self._first:
@@ -138,15 +137,15 @@ class _Training:
         if self._checkpoints.is_due(step):
             self._checkpoints.save(step)
 
-    def look_at_all(self) -> None:
+    def read_all(self) -> None:
         while self._unread:
-            self._look(self._unread.popleft())
+            self._read(self._unread.popleft())
 
-    def _look(self, unread: "_Unread") -> None:
+    def _read(self, unread: "_Unread") -> None:
         """Report a step on rank 0, and judge its loss; end the training if it diverged. Waits for it."""
-        step, metrics, record = unread
-        if record is not None:
-            self._tell(_stepped(step, metrics, record))
+        step, metrics, report = unread
+        if report is not None:
+            self._tell(report())
         self._num_skipped = self._num_skipped + 1 if metrics.skipped else 0
         if not metrics.skipped:  # which is counted, and may be an error
             trouble = self._checkpoints.spikes.judge(step, metrics.loss)
@@ -159,14 +158,14 @@ class _Training:
         self._report(event)
 
     def tell_last_skipped(self) -> None:
-        """Of a training that ends with steps that were too few to be an error."""
+        """Report a training that ends with skipped steps that were too few to be an error."""
         if self._num_skipped and self._first:
             which = (
                 "the last step was" if self._num_skipped == 1 else f"the last {self._num_skipped} steps were"
             )
             self._report(Noted(f"{which} skipped: the loss or the gradients were not finite"))
 
-    def go_back(self, error: LossSpikeError | NonfiniteError) -> int:
+    def roll_back(self, error: LossSpikeError | NonfiniteError) -> int:
         """Go on from a checkpoint, without the batches that led here: returns its step, or raises."""
         self._unread.clear()
         event = self._rollbacks.after(error)
@@ -218,50 +217,33 @@ def _due(step: int, job: Job) -> bool:
     return step == job.steps or (job.evaluate_every > 0 and step % job.evaluate_every == 0)
 
 
-class _Record(NamedTuple):
-    """What rank 0 tells of a step beside its metrics; times are read with these."""
-
-    learning_rate: float
-    memory_bytes: int
-    moves: StepMoves
-    expert_load: Mapping[str, ExpertLoad]
-
-
 class _Unread(NamedTuple):
-    """A step whose numbers nobody has looked at; `record` is for rank 0, which reports it."""
+    """A step whose numbers are not read yet. On rank 0 `report` makes its event, and waits for the step."""
 
     step: int
     metrics: Metrics
-    record: _Record | None
+    report: Callable[[], Stepped] | None
 
 
-def _record(engine: Engine) -> _Record:
-    """Of the step that was queued last. Waits for nothing."""
-    return _Record(
-        engine.learning_rate,
-        engine.memory().peak_total,
-        engine.ledger.step_moves(),
-        engine.expert_load(),
-    )
-
-
-def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
-    return Stepped(
+def _report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Stepped]:
+    """Note what the engine says of the step that was queued last, which the next one overwrites."""
+    learning_rate, memory_bytes = engine.learning_rate, engine.memory().peak_total
+    moves, expert_load = engine.ledger.step_moves(), engine.expert_load()
+    return lambda: Stepped(
         step=step,
         loss=metrics.loss,
         grad_norm=metrics.grad_norm,
-        learning_rate=record.learning_rate,
+        learning_rate=learning_rate,
         tokens=metrics.tokens,
         seconds=metrics.seconds,
-        moved_bytes=record.moves.sent,
-        comm_seconds=record.moves.busy(),
-        comm_hidden_seconds=record.moves.hidden(),
-        memory_bytes=record.memory_bytes,
+        moved_bytes=moves.sent,
+        comm_seconds=moves.busy(),
+        comm_hidden_seconds=moves.hidden(),
+        memory_bytes=memory_bytes,
         skipped=metrics.skipped,
         loss_scale=metrics.loss_scale,
         experts=tuple(
-            GateLoad(gate, load.tokens, sum(load.dropped), load.entropy)
-            for gate, load in record.expert_load.items()
+            GateLoad(gate, load.tokens, sum(load.dropped), load.entropy) for gate, load in expert_load.items()
         ),
     )
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from echelon.state.bounded_json import parse_json
+from echelon.train import strict_json
 from echelon.train.events import Evaluated, GateLoad, RolledBack, Stepped
-from echelon.train.jobs import strict_json
 
 METRICS = "metrics.jsonl"
 _LONGEST_LINE = 2**22  # bytes
 
 
 def entry_of(event: Stepped | Evaluated | RolledBack) -> dict[str, Any]:
-    """What the line of an event says."""
+    """Return the values of an event's line."""
     plain = dataclasses.asdict(event).items()
     values = {name: value for name, value in plain if value is not None and value != ()}
     kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]
@@ -58,7 +58,7 @@ def metrics_until(path: Path, step: int) -> str:
 
 
 def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
-    """What a file should have if `lines` were the last to be written; None if it has them."""
+    """Return what a file should have if `lines` were the last to be written; None if it has them."""
     if not lines or set(lines) <= {strict_json.dump(entry) for entry in _entries(path)}:
         return None
     # Of these steps it has some of the lines, or those of an attempt before this one.
@@ -67,8 +67,8 @@ def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
 
 
 def metrics_with_rollbacks(path: Path, rollbacks: Sequence[RolledBack]) -> str | None:
-    """What a file should have that lacks some of these, each before the steps that came after it; None if it
-    has them."""
+    """Return what a file should have that lacks some of these, each before the steps that came after it; None
+    if it has them."""
     entries, added = list(_entries(path)), [entry_of(each) for each in rollbacks]
     missing = [entry for entry in added if entry not in entries]
     for entry in missing:

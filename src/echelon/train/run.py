@@ -100,7 +100,7 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
 
 
 def _about(job: Job) -> dict[str, Any]:
-    """What run.json says from the start of a run."""
+    """Return the entries of run.json at the start of a run."""
     versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
 

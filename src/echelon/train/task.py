@@ -1,16 +1,46 @@
-"""What a training needs to know of its task: a model, batches, a loss, and what to tell of them.
+"""The task of a training: a model, batches, a loss, and what to report of them.
 
-`tasks.py` opens the task of a job. The loop, the logbook and the display ask a task and never which it is.
+`tasks.py` opens the task of a job. The loop, the logbook and the display never ask which it is.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
+import torch
 from torch import Tensor, nn
 
-from echelon.engine.step.measuring import Measure
-from echelon.models import ImageConfig, ModelConfig
+from echelon.data import (
+    Batches,
+    Corpus,
+    ImageData,
+    TrainingImages,
+    ValidationImages,
+    num_windows,
+    open_corpus,
+    open_images,
+)
+from echelon.engine.step.metrics import Measure
+from echelon.errors import UserError, did_you_mean
+from echelon.models import (
+    ImageConfig,
+    ImageModel,
+    ModelConfig,
+    Transformer,
+    build,
+    build_image,
+    cross_entropy,
+    generate,
+    load_hf,
+    load_image,
+    num_parameters,
+)
+from echelon.nn.losses import IGNORED_TARGET
+from echelon.plan import Plan
+
+if TYPE_CHECKING:
+    from echelon.train.jobs.job import Job
 
 
 class TaskBatches(Protocol):
@@ -25,7 +55,7 @@ class Task(Protocol):
 
     @property
     def unit(self) -> str:
-        """What the loss counts: "tokens", or "images"."""
+        """The unit that the loss counts: "tokens", or "images"."""
 
     @property
     def config(self) -> ModelConfig | ImageConfig: ...
@@ -38,7 +68,7 @@ class Task(Protocol):
 
     @property
     def data_size(self) -> int:
-        """How many units there are to train on."""
+        """The number of units to train on."""
 
     @property
     def training(self) -> TaskBatches: ...
@@ -54,7 +84,7 @@ class Task(Protocol):
 
     @property
     def measure(self) -> Measure | None:
-        """What a validation measures beside the loss: the share of right answers, as (total, count)."""
+        """The measure of a validation beside the loss: right answers, as (total, count)."""
 
     def build(self) -> nn.Module:
         """The model with its initial values."""
@@ -63,4 +93,146 @@ class Task(Protocol):
         """The model with the weights in a folder."""
 
     def sample(self, folder: Path) -> str:
-        """What the trained model in a folder does, to look at."""
+        """Return an example of what the trained model in a folder does."""
+
+
+def make_batches(job: "Job", corpus: Corpus) -> tuple[Batches, Batches | None]:
+    """The batches to train on, and those to validate on.
+
+    A validation split that is shorter than one training batch makes one smaller batch. With less than a
+    sample per replica (or validation_fraction=0) there is no validation.
+    """
+    sequence, fraction = job.sequence_length, job.data.validation_fraction
+    make = partial(Batches, corpus, sequence=sequence, seed=job.seed, validation_fraction=fraction)
+    training = make(batch=job.batch)
+    size = min(job.batch, num_windows(len(corpus), sequence, "validation", fraction))
+    if size < Plan.parse(job.plan).data:
+        return training, None
+    return training, make(batch=size, split="validation")
+
+
+SAMPLE_TOKENS = 300
+DEFAULT_EVALUATE_BATCHES = 4
+
+
+@final
+class LanguageTask:
+    """Opens the corpus of a job."""
+
+    unit = "tokens"
+    measure = None
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
+
+    def __init__(self, job: "Job") -> None:
+        self.config = job.model.config()
+        self._corpus = open_corpus(job.data.text_source, vocab=self.config.vocab, dtype=job.data.dtype)
+        self.training, self.validation = make_batches(job, self._corpus)
+        self.num_parameters = self.config.num_parameters
+        self.data_name, self.data_size = self._corpus.name, self.training.tokens
+        self.num_validation_batches = _num_batches(self.validation, job.evaluate_batches)
+
+    def build(self) -> Transformer:
+        return build(self.config)
+
+    def load(self, folder: str | Path) -> Transformer:
+        return load_hf(folder)
+
+    def sample(self, folder: Path) -> str:
+        return sample(load_hf(folder), self._corpus)
+
+
+def sample(model: Transformer, corpus: Corpus) -> str:
+    """Return what the model writes after the first tokens of the corpus."""
+    prompt = torch.from_numpy(corpus.tokens[:16].astype("int64"))
+    tokens = generate(model, prompt, SAMPLE_TOKENS).numpy()
+    return corpus.decode(tokens) if corpus.decode is not None else " ".join(map(str, tokens.tolist()))
+
+
+def _num_batches(validation: Batches | None, most: int | None) -> int:
+    if validation is None:
+        return 0
+    return min(DEFAULT_EVALUATE_BATCHES if most is None else most, validation.num_batches)
+
+
+SAMPLE_IMAGES = 16
+
+
+@final
+class ImageTask:
+    """Opens the images of a job. Their classes are those of the model."""
+
+    unit = "images"
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
+
+    def __init__(self, job: "Job") -> None:
+        data = open_data(job)
+        self.config = model_config(job, data)
+        size, augment = self.config.image_size, job.data.augment is not False
+        self.training = TrainingImages(data.training, job.batch, size, job.seed, augment)
+        self.validation = ValidationImages(data.validation, job.batch, size) if len(data.validation) else None
+        self.num_parameters = num_parameters(self.config)
+        self.data_name, self.data_size = data.name, len(data.training)
+        available = 0 if self.validation is None else self.validation.num_batches
+        most = job.evaluate_batches
+        self.num_validation_batches = available if most is None else min(most, available)
+
+    @staticmethod
+    def measure(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of right answers and of images; a label that does not count is never right."""
+        return (output.argmax(dim=-1) == labels).sum(), (labels != IGNORED_TARGET).sum()
+
+    def build(self) -> ImageModel:
+        return build_image(self.config)
+
+    def load(self, folder: str | Path) -> ImageModel:
+        return load_image(folder)
+
+    @torch.no_grad()
+    def sample(self, folder: Path) -> str:
+        """Return what the model says of the first images of the validation."""
+        if self.validation is None:
+            return ""
+        model = load_image(folder).float().eval()
+        images, labels = ValidationImages(
+            self.validation.images, min(SAMPLE_IMAGES, len(self.validation.images)), self.config.image_size
+        ).at(0)
+        names = self.config.class_names
+        answers = model(images).softmax(dim=-1)
+        lines = [
+            f"{names[label]}: {names[int(row.argmax())]} ({row.max():.0%})"
+            for label, row in zip(labels.tolist(), answers, strict=True)
+        ]
+        return "\n".join(["what an image shows: what the model says", *lines])
+
+
+def open_data(job: "Job") -> ImageData:
+    """The images of a job. Where it starts from weights, labels count classes as these do."""
+    config = job.model.image_config()
+    return open_images(
+        job.data.image_source,
+        config.image_size,
+        validation_fraction=job.data.validation_fraction,
+        known=config.class_names,
+    )
+
+
+def model_config(job: "Job", data: ImageData) -> ImageConfig:
+    """The sizes of the model for the classes of the data."""
+    return job.model.image_config(data.class_names)
+
+
+TASKS = ("language", "images")
+
+_CLASSES: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
+
+
+def config_of(job: "Job") -> ModelConfig | ImageConfig:
+    """The sizes of a job's model; of images, the classes are those of the data."""
+    if job.task not in TASKS:
+        raise UserError(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}")
+    return job.model.config() if job.task == "language" else model_config(job, open_data(job))
+
+
+def open_task(job: "Job") -> Task:
+    """The task of a job: its data are opened, its model is not built yet."""
+    return _CLASSES[job.task](job)

@@ -18,13 +18,12 @@ from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain, check
 from echelon.train.loop import train_rank
 from echelon.train.run import Run, Show, open_run
-from echelon.train.runs.elastic import change, fit_job
 from echelon.train.runs.memory_copies import loss_warning, memory_of_rank
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.resume import runs_of
-from echelon.train.runs.run_state import FINISHED, read_about
-from echelon.train.runs.sigterm import Sigterm
-from echelon.train.runs.supervisor import supervise
+from echelon.train.runs.run_folder import FINISHED, read_about
+from echelon.train.runs.stopping import Sigterm
+from echelon.train.runs.supervisor import change, fit_job, supervise
 
 
 def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = False) -> dict[str, Any]:

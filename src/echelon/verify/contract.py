@@ -29,9 +29,8 @@ from echelon.state.ownership import MASTER
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import Bug, check_bug, inject, unaudited
 from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision, rounding_of
-from echelon.verify.pipedream import train_by_formula
 from echelon.verify.reference import TrainingResult, train_on_one_device
-from echelon.verify.replay import replay
+from echelon.verify.replay import replay, train_by_formula
 from echelon.verify.verdict import (
     DELAYED,
     FORMULA,
@@ -170,8 +169,9 @@ def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPre
 
 
 def _optimizer_rounding(case: Case, model: nn.Module) -> float:
-    """Of the type in which the optimizer computes: torch's Muon takes bf16 for its products, whatever the
-    type of the weights, and two gradients that differ in the last bits of fp16 may be one of bf16 apart."""
+    """Return the rounding of the type in which the optimizer computes: torch's Muon takes bf16 for its
+    products, whatever the type of the weights, and two gradients that differ in the last bits of fp16 may be
+    one of bf16 apart."""
     made = case.make_optimizer([p for p in model.parameters() if p.requires_grad])
     inside: Sequence[torch.optim.Optimizer] = getattr(made, "optimizers", ())  # of a CombinedOptimizer
     optimizers = list(made) if isinstance(made, list | tuple) else [made, *inside]
@@ -220,7 +220,7 @@ def make_engine(case: Case, plan: Plan) -> Engine:
 
 
 def result_of(engine: Engine, case: Case, metrics: Sequence[Metrics]) -> TrainingResult:
-    """What a training left: on rank 0 the full state, on the others its fingerprints."""
+    """Return the result of a training: on rank 0 the full state, on the others its fingerprints."""
     last = case.batches(DTYPES[engine.plan.precision])[-1]
     result = TrainingResult(
         engine.full_state_dict(),
@@ -246,7 +246,7 @@ def _masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -> list[TrainingResult]:
-    """What each rank's training left: on `ranks`, or on new ones."""
+    """Return the result of each rank's training: on `ranks`, or on new ones."""
     if ranks is not None:
         return ranks.run(train_rank, case, plan, bug)
     preload(*TRAINING_MODULES)
@@ -287,7 +287,8 @@ def _reference(
     dtype: torch.dtype,
     overflows: Collection[tuple[int, int]] = (),
 ) -> tuple[TrainingResult, str]:
-    """What the training of a plan is compared with, in `dtype`, and its name. `overflows`: what it skips."""
+    """Return the training that a plan is compared with, in `dtype`, and its name. `overflows`: what it
+    skips."""
     if plan.sync == "async" and plan.staleness > 0:
         return replay(result.log, case, plan.data, dtype=dtype), LOG
     if not plan.flushes:

@@ -1,5 +1,5 @@
 """Known bugs, injected into the parallel training to prove that `verify` can fail: their names, and the plans
-that can have them. What each breaks is in `bugs`, where it was reported in docs/verify.md.
+that can have them. What each breaks is in `bugs` and `sum_bugs`, where it was reported in docs/verify.md.
 """
 
 import dataclasses
@@ -10,8 +10,9 @@ import torch
 
 from echelon.engine import Engine
 from echelon.errors import UserError, did_you_mean
+from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.plan import Plan
-from echelon.verify.bugs import losses, norms, passes, sums
+from echelon.verify import bugs, sum_bugs
 from echelon.verify.case import Case
 
 Bug = Callable[[Engine], object]
@@ -40,117 +41,115 @@ _GATES = "gates with an auxiliary loss (model.experts.balance)"
 _DROPOUT = "dropout (model.dropout)"
 
 BUGS: dict[str, NamedBug] = {
-    "divide-twice": NamedBug(sums.divide_twice, "data=2 or more", _several("data")),
-    "skip-bucket": NamedBug(sums.skip_bucket, "data=2 or more", _several("data")),
+    "divide-twice": NamedBug(sum_bugs.divide_twice, "data=2 or more", _several("data")),
+    "skip-bucket": NamedBug(sum_bugs.skip_bucket, "data=2 or more", _several("data")),
     "mean-of-microbatches": NamedBug(
-        losses.take_mean_of_means, "microbatches=2 or more", _several("microbatches")
+        bugs.take_mean_of_means, "microbatches=2 or more", _several("microbatches")
     ),
     "mean-of-replicas": NamedBug(
-        losses.take_mean_of_means,
+        bugs.take_mean_of_means,
         "data=2 or more, microbatches=1",
         lambda plan: plan.data > 1 and _one_loss(plan),
     ),
     "mean-of-context-ranks": NamedBug(
-        losses.take_mean_of_means,
+        bugs.take_mean_of_means,
         "context=2 or more, data=1, microbatches=1",
         lambda plan: plan.context > 1 and plan.data == 1 and _one_loss(plan),
     ),
-    "rolled-targets": NamedBug(losses.roll_targets, "context=2 or more", _several("context")),
+    "rolled-targets": NamedBug(bugs.roll_targets, "context=2 or more", _several("context")),
     "whole-logits-summed": NamedBug(
-        losses.sum_whole_logits, "tensor=2 or more", _several("tensor"), "a vocabulary that is split"
+        bugs.sum_whole_logits, "tensor=2 or more", _several("tensor"), "a vocabulary that is split"
     ),
     "copies-not-summed": NamedBug(
-        sums.keep_copies_apart,
+        sum_bugs.keep_copies_apart,
         "zero=1 or more, and a shard that is smaller than data",
         lambda plan: plan.zero > 0 and 1 < plan.shard < plan.data,
     ),
     "context-not-summed": NamedBug(
-        sums.keep_sequences_apart,
+        sum_bugs.keep_sequences_apart,
         "context=2 or more, data=1, zero=0",
         lambda plan: plan.context > 1 and plan.data == 1 and plan.zero == 0,
     ),
-    "context-scaled": NamedBug(sums.multiply_by_context, "context=2 or more", _several("context")),
-    "positions-from-zero": NamedBug(
-        passes.count_positions_from_zero, "context=2 or more", _several("context")
-    ),
+    "context-scaled": NamedBug(sum_bugs.multiply_by_context, "context=2 or more", _several("context")),
+    "positions-from-zero": NamedBug(bugs.count_positions_from_zero, "context=2 or more", _several("context")),
     "ring-gradients-lost": NamedBug(
-        sums.lose_key_gradients,
+        sum_bugs.lose_key_gradients,
         "context=2 and attention=ring",
         lambda plan: plan.context == 2 and plan.attention == "ring",
     ),
     "ring-own-keys": NamedBug(
-        sums.attend_to_own_keys,
+        sum_bugs.attend_to_own_keys,
         "context=2 and attention=ring",
         lambda plan: plan.context == 2 and plan.attention == "ring",
     ),
     "column-inputs-not-summed": NamedBug(
-        sums.keep_inputs_apart,
+        sum_bugs.keep_inputs_apart,
         "tensor=2 or more, sequence=false",
         lambda plan: plan.tensor > 1 and not plan.sequence,
     ),
     "sequence-norms-not-summed": NamedBug(
-        sums.keep_norms_apart,
+        sum_bugs.keep_norms_apart,
         "tensor=2 or more, sequence=true",
         lambda plan: plan.tensor > 1 and plan.sequence,
     ),
-    "tied-not-summed": NamedBug(sums.keep_ties_apart, "pipeline=2 or more", _several("stages"), _TIED),
-    "tied-parts-mixed": NamedBug(sums.mix_tied_parts, "pipeline=2 or more", _several("stages"), _TIED),
+    "tied-not-summed": NamedBug(sum_bugs.keep_ties_apart, "pipeline=2 or more", _several("stages"), _TIED),
+    "tied-parts-mixed": NamedBug(sum_bugs.mix_tied_parts, "pipeline=2 or more", _several("stages"), _TIED),
     "last-microbatch-only": NamedBug(
-        sums.keep_last_microbatch,
+        sum_bugs.keep_last_microbatch,
         "microbatches=2 or more, zero=0 or zero=1",
         lambda plan: plan.microbatches > 1 and plan.zero < 2,
     ),
-    "used-here-only": NamedBug(sums.keep_uses_apart, "data=2 or more", _several("data")),
+    "used-here-only": NamedBug(sum_bugs.keep_uses_apart, "data=2 or more", _several("data")),
     "old-weights": NamedBug(
-        sums.keep_old_weights,
+        sum_bugs.keep_old_weights,
         "data=2 or more, zero=1 or zero=2",
         lambda plan: plan.data > 1 and plan.zero in (1, 2),
     ),
-    "experts-scaled": NamedBug(sums.multiply_experts, "expert=2 or more", _several("expert")),
+    "experts-scaled": NamedBug(sum_bugs.multiply_experts, "expert=2 or more", _several("expert")),
     "experts-not-summed": NamedBug(
-        sums.keep_experts_apart,
+        sum_bugs.keep_experts_apart,
         "expert=2 or more, and more data, zero=0",
         lambda plan: plan.zero == 0 and 1 < plan.expert < plan.data,
     ),
-    "expert-rows-lost": NamedBug(sums.lose_expert_rows, "expert=2 or more", _several("expert")),
-    "auxiliary-loss-local": NamedBug(losses.keep_statistics, "data=2 or more", _several("data"), _GATES),
-    "auxiliary-loss-scaled": NamedBug(losses.multiply_auxiliary, "data=2 or more", _several("data"), _GATES),
+    "expert-rows-lost": NamedBug(sum_bugs.lose_expert_rows, "expert=2 or more", _several("expert")),
+    "auxiliary-loss-local": NamedBug(bugs.keep_statistics, "data=2 or more", _several("data"), _GATES),
+    "auxiliary-loss-scaled": NamedBug(bugs.multiply_auxiliary, "data=2 or more", _several("data"), _GATES),
     "padding-routed": NamedBug(
-        passes.route_padding,
+        bugs.route_padding,
         "context=2 or more, or sequence=true",
         lambda plan: plan.context > 1 or plan.sequence,
         _GATES,
     ),
     "norm-not-summed": NamedBug(
-        norms.keep_norms_apart,
+        bugs.keep_norms_apart,
         "pipeline, tensor or zero of more than one rank",
         lambda plan: plan.stages > 1 or plan.tensor > 1 or (plan.zero > 0 and plan.data > 1),
     ),
     "norm-of-first-shard": NamedBug(
-        norms.count_first_shard,
+        bugs.count_first_shard,
         "tensor=2 or expert=2, or more",
         lambda plan: plan.tensor > 1 or plan.expert > 1,
     ),
     "norm-counts-copies": NamedBug(
-        norms.count_copies,
+        bugs.count_copies,
         "tensor=2 or pipeline=2, or more",
         lambda plan: plan.tensor > 1 or plan.stages > 1,
         "weights that tensor ranks hold alike, or stages share",
     ),
-    "dropout-alike": NamedBug(passes.drop_alike, "data=2 or more", _several("data"), _DROPOUT),
+    "dropout-alike": NamedBug(bugs.drop_alike, "data=2 or more", _several("data"), _DROPOUT),
     "dropout-again": NamedBug(
-        passes.drop_again,
+        bugs.drop_again,
         "recompute=full, sqrt or a budget",
         lambda plan: plan.recompute not in ("none", "selective"),
         "layers that run again",
     ),
     "kept-parts-mixed": NamedBug(
-        passes.mix_kept_parts,
+        bugs.mix_kept_parts,
         "tensor=2 or more and checkpoints=split",
         lambda plan: plan.tensor > 1 and plan.checkpoints == "split",
     ),
     "batch-norm-unweighted": NamedBug(
-        passes.weigh_norms_alike,
+        bugs.weigh_norms_alike,
         "data=2 or more",
         _several("data"),
         "batch norm (task=images model.preset=resnet-50-tiny)",
@@ -159,7 +158,7 @@ BUGS: dict[str, NamedBug] = {
 
 
 def check_bug(name: str, plan: Plan) -> None:
-    """Refuse a bug that nobody knows, or that a training with this plan has no code for."""
+    """Refuse a bug that has no such name, or that a training with this plan has no code for."""
     if name not in BUGS:
         raise UserError(unknown_bug(name))
     is_synchronous = plan.sync == "all-reduce" and plan.flushes
@@ -176,7 +175,7 @@ def check_bug(name: str, plan: Plan) -> None:
 
 
 def unknown_bug(name: str) -> str:
-    """What is wrong with a name, with all that are known."""
+    """Return the error of an unknown name, with all known ones."""
     guess, names = did_you_mean(name, BUGS), f"; known: {', '.join(BUGS)}"
     return f"--inject-bug {name}: there is no such bug{guess.removesuffix(names)}{names}"
 
@@ -200,8 +199,7 @@ def inject(bug: str | Bug, engine: Engine, *, silently: bool = False) -> None:
         )
     if silently:
         engine._runner._same_gradients = True
-        for stage in engine._local.stages.values():
-            stage.check_second_runs = lambda: None
+        engine._setup.observers.remove_kind(SecondRunCheck)
 
 
 def unaudited(case: Case) -> Case:

@@ -18,9 +18,8 @@ from echelon.models import ImageConfig, ModelConfig, build, build_image, load_hf
 from echelon.plan import Plan
 from echelon.quantities import show_bytes
 from echelon.train.jobs.job import Job
-from echelon.train.jobs.memory_fit import num_states, rank_bytes
-from echelon.train.task import Task
-from echelon.train.tasks import open_task
+from echelon.train.jobs.machine_fit import num_states, rank_bytes
+from echelon.train.task import Task, open_task
 from echelon.update.optim.optimizers import make_optimizer
 from echelon.verify.case import Case
 
@@ -77,7 +76,7 @@ def _refuse_small_memory(job: Job, plan: Plan) -> None:
 
 
 def _sizes(job: Job) -> ModelConfig | ImageConfig:
-    """Those of the model; of images, for the classes of the preset."""
+    """Return the sizes of the model; of images, for the classes of the preset."""
     return job.model.image_config() if job.task == "images" else job.model.config()
 
 

@@ -44,7 +44,8 @@ _FLOAT32_ROUNDING = 2.0**-20  # of a number, by sums in another order: a few tim
 
 
 class Distance(NamedTuple):
-    """How far the plan is from one device in its type, how far that is from float32, and what is allowed."""
+    """The distance of the plan from one device in its type, the distance of that from float32, and what is
+    allowed."""
 
     plan: float
     rounding: float
@@ -93,7 +94,7 @@ _NEAR, _FAR = _Norms(0.0, 0.0, 0.0, 0.0), _Norms(math.inf, 1.0, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class LowPrecisionVerdict:
-    """How far a plan below float32 ended from one device in the same type."""
+    """The distance of a plan below float32 from one device in the same type."""
 
     plan: Plan
     steps: int
@@ -118,7 +119,7 @@ class LowPrecisionVerdict:
 
     @property
     def worst(self) -> tuple[str, Distance]:
-        """What is the furthest, in units of what is allowed."""
+        """The largest distance, in units of what is allowed."""
         return max(self.distances.items(), key=lambda item: item[1].excess)
 
     @property
@@ -195,12 +196,13 @@ def compare_low_precision(
 
 
 def rounding_of(precision: str) -> float:
-    """Of a number, relative to it: 2**-8 in bf16, 2**-11 in fp16."""
+    """Return the rounding of a number, relative to it: 2**-8 in bf16, 2**-11 in fp16."""
     return torch.finfo(DTYPES[precision]).eps / 2
 
 
 def _bounded_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> float:
-    """How far rounding has driven the training apart; refuse a comparison in which that is as large as a bug.
+    """Return how far rounding has driven the training apart; refuse a comparison in which that is as large as
+    a bug.
 
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.
     """
@@ -222,13 +224,15 @@ def _kind(name: str, start: Mapping[str, Tensor]) -> str:
 
 
 def _origin(name: str, start: Mapping[str, Tensor]) -> Tensor:
-    """Where training began: of a weight or its master the start, of optimizer state zero."""
+    """Return the values from which training began: of a weight or its master the start, of optimizer state
+    zero."""
     weight = start.get(name.removesuffix(f" {MASTER}"))
     return torch.zeros(()) if weight is None else _real(weight)
 
 
 def _allowed(rounding: float, unit: float) -> float:
-    """Of many elements together: three times what rounding does, and four roundings of a number (`unit`).
+    """Return the allowed distance of many elements together: three times what rounding does, and four
+    roundings of a number (`unit`).
 
     What rounding does not change, like counters and frozen weights, the plan may not change either.
     """
@@ -236,7 +240,8 @@ def _allowed(rounding: float, unit: float) -> float:
 
 
 def _tensor_distance(plan: _Norms, rounding: float, group: float, unit: float) -> Distance:
-    """Of one tensor, which may be small: chance moves its distances more than those of its kind."""
+    """Return the allowed distance of one tensor, which may be small: chance moves its distances more than
+    those of its kind."""
     allowed = 4 * _allowed(max(rounding, group), unit) if rounding else 0.0
     return Distance(plan.distance, rounding, max(allowed, plan.resolution))
 
@@ -249,9 +254,9 @@ def _number_distances(
     unit: float,
     drift: float,
 ) -> dict[str, Distance]:
-    """Of each number of each step. Differences grow from step to step, and so does what is allowed. By chance
-    rounding changes a single number less than the training that it comes from: by `drift`, after updates.
-    """
+    """Return the allowed distance of each number of each step. Differences grow from step to step, and so
+    does what is allowed. By chance rounding changes a single number less than the training that it comes
+    from: by `drift`, after updates."""
     distances = {}
     plan_lists, rounded_lists, *near_lists = (number_lists(r, against) for r in (result, rounded, *near))
     for name, expected in rounded_lists.items():

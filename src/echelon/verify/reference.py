@@ -32,7 +32,7 @@ _CLOSE = 16.0  # times the largest number, or a part of it: as many parts as a s
 
 @dataclass
 class TrainingResult:
-    """What a training left: weights, optimizer state by parameter name, and the numbers of each step."""
+    """The result of a training: weights, optimizer state by parameter name, and the numbers of each step."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
@@ -100,7 +100,8 @@ class ReferenceModel:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def loss(self, batch: Any, step: int, first_sample: int = 0) -> Any:
-        """What the loss function returns for samples of a step, from `first_sample` of its batch on."""
+        """Return the value of the loss function for samples of a step, from `first_sample` of its batch
+        on."""
         with self._scope(step, batch, first_sample):
             return self._loss(batch)
 
@@ -169,7 +170,7 @@ class ReferenceModel:
             parameter.copy_(value)
 
     def result(self, losses: list[float], grad_norms: list[float], batch: Any) -> TrainingResult:
-        """What the training left, with an evaluation of `batch`."""
+        """Return the result of the training, with an evaluation of `batch`."""
         weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.eval()
         with torch.no_grad(), self._scope(EVALUATION, batch):
@@ -184,8 +185,8 @@ class ReferenceModel:
         return output.loss if self._case.loss is None else self._case.loss(output, targets)
 
     def _call(self, batch: Any) -> tuple[Any, Any]:
-        """What the model returns, and the targets. A dict has the arguments of its forward by name; labels
-        are the targets, which a model takes for its own loss alone."""
+        """Return the output of the model, and the targets. A dict has the arguments of its forward by name;
+        labels are the targets, which a model takes for its own loss alone."""
         if not isinstance(batch, Mapping):
             inputs, targets = batch
             return self.model(cast_floats(inputs, self._dtype)), targets
@@ -261,7 +262,7 @@ def train_on_one_device(
 
 
 def _in_float32(output: Any) -> Any:
-    """What a model returned, which may be a dataclass of the user's own."""
+    """Return the output of a model, which may be a dataclass of the user's own."""
     if not is_dataclass(output) or isinstance(output, type):
         return cast_floats(output, torch.float32)
     converted = copy.copy(output)
@@ -280,7 +281,8 @@ def _gradients(reference: ReferenceModel, loss: Tensor, scale: float) -> list[Te
 
 
 def _is_close(reference: ReferenceModel, loss: Tensor, scale: float) -> bool:
-    """Whether gradients are close to the largest number: a plan computes parts, and sums them in float32."""
+    """Return whether gradients are close to the largest number: a plan computes parts, and sums them in
+    float32."""
     smaller, larger = (_gradients(reference, loss, scale * factor) for factor in (1 / _CLOSE, _CLOSE))
     return is_finite(smaller) and not is_finite(larger)
 

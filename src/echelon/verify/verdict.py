@@ -1,4 +1,4 @@
-"""How far the training of a plan ended from its reference, in float64: the comparison and its verdict."""
+"""The comparison of a plan's training with its reference, in float64, and its verdict."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """What differs the most, of all that was compared, and by how much."""
+        """The value that differs the most, of all that was compared, and by how much."""
         return max([*self.tensors.items(), *self.numbers.items()], key=_severity)
 
     @property
@@ -53,7 +53,8 @@ class Verdict:
 
     @property
     def worst_by_kind(self) -> dict[str, tuple[str, float]]:
-        """Of weights, each kind of optimizer state, loss, norm and evaluation: what differs the most."""
+        """By kind (weights, each optimizer state, loss, norm, evaluation), the value that differs the
+        most."""
         worst: dict[str, tuple[str, float]] = {}
         for item in sorted([*self.tensors.items(), *self.numbers.items()], key=_severity):
             worst[kind_of(item[0])] = item
@@ -164,7 +165,7 @@ def number_gaps(result: TrainingResult, reference: TrainingResult, against: str)
 
 
 def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, float]:
-    """What some rank reports differently from rank 0: all must be the same to the bit.
+    """Return what some rank reports differently from rank 0: all must be the same to the bit.
 
     Only the numbers of an asynchronous worker's steps are its own.
     """
@@ -216,7 +217,7 @@ def named_tensors(result: TrainingResult) -> dict[str, Tensor]:
 
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
-    """Whether both have the same shape and type."""
+    """Return whether both have the same shape and type."""
     return first.shape == second.shape and first.dtype == second.dtype
 
 

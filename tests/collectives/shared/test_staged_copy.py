@@ -67,7 +67,6 @@ def watch_reads(monkeypatch: pytest.MonkeyPatch, links: list[SimulatedLink], slo
 @pytest.mark.slow_cases(
     "all_gather-0-1048578",
     "all_gather-1-1048578",
-    "all_reduce-0-1048578",
     "all_reduce-1-1048578",
     "all_reduce-2-1048578",
     "broadcast-0-1048578",

@@ -205,7 +205,7 @@ def test_trained_weights_buffers_and_whole_ones_are_compared_each_over_its_ranks
     model, group = Model(), RecordingGroup("data", size=2)
     sharing = AllReduce(set_of(model, group))
     waited: list[int] = []
-    sharing.wait_for_weights = lambda local: waited.append(len(local))
+    sharing.expect_weights(lambda local: waited.append(len(local)))
     replicas, buffers, tensor = copies_of(sharing, model, [model.layer.bias, model.frozen.bias])
     assert named(replicas) == {"layer.weight": [2, 3], "layer.bias": [2]}
     assert waited == [2]

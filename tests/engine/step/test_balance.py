@@ -203,9 +203,9 @@ def test_skipped_updates_leave_gates_as_they_are(skipped: bool | Tensor) -> None
     gate = gates_of(engine.module)[0]
     bias = gate.get_buffer("bias").clone()
     assert engine._balance is not None
-    engine._balance.after_step(skipped)
+    engine._balance.after_update(skipped)
     assert torch.equal(gate.get_buffer("bias"), bias)
-    engine._balance.after_step(torch.tensor(False))
+    engine._balance.after_update(torch.tensor(False))
     assert not torch.equal(gate.get_buffer("bias"), bias)
     engine.close()
 
@@ -257,7 +257,9 @@ def test_no_step_reads_from_a_device(plan: str) -> None:
 def test_layers_that_run_again_are_recorded_once() -> None:
     engine = make_alone("recompute=full")
     assert all(sum(each.tokens) == 7 * SEQUENCE * 2 for each in engine.expert_load().values())
-    assert not any(gate.pending for gate in gates_of(engine.module)), "the second run knows who records"
+    for gate in gates_of(engine.module):
+        assert not gate.pending
+        assert not gate.ran_in_backward, "the second run knows who records"
 
 
 def test_a_broken_gate_changes_nothing_where_nobody_reads() -> None:

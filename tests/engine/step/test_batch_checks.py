@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.engine.step.batch_checks import check_batch
+from echelon.engine.step.batch_reader import check_batch
 from echelon.errors import UserError
 from echelon.nn.batch import Inputs
 

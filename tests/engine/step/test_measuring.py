@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives import RecordingGroup
-from echelon.engine.step.measuring import Measuring, agree_on_means, check_measure
+from echelon.engine.step.metrics import Measuring, agree_on_means, check_measure
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import cross_entropy
+from echelon.parallel.observer import LossPass
 from echelon.plan import Plan
 from tests.cases import adamw, masked_vectors
 
@@ -79,20 +80,20 @@ def test_means_are_those_of_one_device(plan: str, warm_ranks: Callable[[int], Ra
     ],
 )
 def test_what_is_no_measure_is_refused(value: Any, message: str) -> None:
-    measuring = Measuring()
-    with measuring.using(lambda *_: value), pytest.raises(UserError, match=message):
-        measuring.add(torch.zeros(2), None, 2, counts=True)
+    with pytest.raises(UserError, match=message):
+        Measuring(lambda *_: value).after_loss(loss_of(torch.zeros(2)))
+
+
+def loss_of(output: Tensor, *, counts: bool = True) -> LossPass:
+    return LossPass(output, None, torch.zeros(()), len(output), counts)
 
 
 def test_what_only_fills_up_does_not_count() -> None:
-    measuring = Measuring()
-    with measuring.using(lambda output, _: output.mean()):
-        measuring.add(torch.ones(2), None, 2, counts=True)
-        measuring.add(torch.ones(5), None, 5, counts=False)
-        measuring.add(torch.zeros(1), None, 1, counts=True)
+    measuring = Measuring(lambda output, _: output.mean())
+    measuring.after_loss(loss_of(torch.ones(2)))
+    measuring.after_loss(loss_of(torch.ones(5), counts=False))
+    measuring.after_loss(loss_of(torch.zeros(1)))
     assert measuring.sums[""].tolist() == [2, 3]
-    measuring.add(torch.ones(9), None, 9, counts=True)
-    assert measuring.sums[""].tolist() == [2, 3], "outside of an evaluation nothing is measured"
 
 
 def test_a_mean_over_nothing_is_not_a_number() -> None:

@@ -11,7 +11,7 @@ from echelon.collectives.boundary import FETCH, STORE, PretendedBoundary
 from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offload import OffloadedLayer
-from echelon.memory.recompute.layer_call import weight_storages
+from echelon.memory.storages import weight_storages
 from echelon.nn.wrapping import Wrapping
 
 

@@ -10,6 +10,7 @@ from echelon.memory.activation_offload import ActivationOffload
 from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass
 from echelon.memory.activation_offload.offloaded_storage import SharedPiece
+from echelon.parallel.observer import BackwardPass, ForwardPass
 
 CPU = torch.device("cpu")
 
@@ -52,10 +53,12 @@ def test_each_pass_is_asked_by_its_stage_and_microbatch() -> None:
     for slot in ((2, 1), (1, 2), (5, 5)):
         each.store(slot)
         each.fetch(slot)
-        each.pause_backward(slot)
+        each.after_backward(BackwardPass(slot, "weights", has_work=True))  # nothing comes after it
+        each.after_backward(BackwardPass(slot, "inputs", has_work=False))
+        each.after_backward(BackwardPass(slot, "inputs", has_work=True))
     assert passes[2, 1].calls == [("end_group", True), "begin_backward", "pause_backward"]
     assert passes[1, 2].calls == [("end_group", False), "begin_backward", "pause_backward"]
-    each.forget()
+    each.abandon()
     assert len(each._passes) == 0
 
 
@@ -100,8 +103,9 @@ def test_host_memory_of_activations_is_accounted() -> None:
 
 def test_a_pass_without_gradients_is_not_recorded() -> None:
     each = make_offload()
-    with torch.no_grad(), each.passing((0, 0), []):
-        assert each.current is None
+    forward = ForwardPass((0, 0), None, None, None, 1, trains=True)
+    with torch.no_grad():
+        assert each.around_pass(forward) is None
     with each.passing((0, 0), []):
         assert each.current is not None
     assert each.current is None

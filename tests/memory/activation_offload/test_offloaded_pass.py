@@ -225,7 +225,7 @@ def test_a_backward_pass_that_never_comes_leaves_nothing() -> None:
     y = chain.forward(hidden().requires_grad_())
     assert not chain.is_idle
     del y
-    chain.offload.forget()
+    chain.offload.abandon()
     assert chain.is_idle
 
     def failing(_: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def test_a_backward_pass_that_never_comes_leaves_nothing() -> None:
     chain = Chain(Function(torch.tanh), Function(torch.tanh), Function(failing))
     with pytest.raises(ValueError, match="no"):
         chain.forward(hidden().requires_grad_())
-    chain.offload.forget()
+    chain.offload.abandon()
     assert chain.offload.current is None
     assert chain.is_idle
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives.boundary import FETCH, STORE
 from echelon.errors import UserError
-from echelon.memory.activation_offload import offload
+from echelon.memory.activation_offload import ActivationOffload, offload
 from tests.cases import adamw
 from tests.contract_models import class_loss
 from tests.engine.test_compiling import backend as other_backend
@@ -185,9 +185,7 @@ def test_a_step_that_fails_gives_host_memory_back() -> None:
             engine.step(batch())
         Failing.fails = False
         engine.step(batch())
-        activations = engine._runner._activation_offload
-        assert activations is not None
-        pool = activations.pool
+        (pool,) = [each.pool for each in engine._setup.observers._all if isinstance(each, ActivationOffload)]
         assert sum(map(len, pool._idle.values())) == len(pool.pieces) == 2
 
 

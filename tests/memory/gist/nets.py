@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.memory.gist import CompressedLayer, CompressedModule, Compression, can_compress
+from echelon.memory.gist.compression import Compression
+from echelon.memory.gist.functions import CompressedModule, can_compress
+from echelon.memory.gist.layer import CompressedLayer
 from echelon.nn.autograd.saved_tensors import observe
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapping

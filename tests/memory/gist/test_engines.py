@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import echelon
-from echelon.memory.compressing import CompressionReport
-from echelon.memory.gist import CompressedLayer, CompressedModule, Compression
+from echelon.memory.gist.compression import Compression
+from echelon.memory.gist.functions import CompressedModule
+from echelon.memory.gist.layer import CompressedLayer, CompressionReport
 from echelon.nn.wrapping import find_wrapper
 from tests.memory.gist.nets import gradients, is_same
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.memory.gist import Compression
+from echelon.memory.gist.compression import Compression
 from echelon.memory.gist.functions import relu
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 import torch
 
-from echelon.memory.gist import backend, bits, floats
-from echelon.memory.gist.dense import flatten
+from echelon.memory.gist import backend, floats, packing
 from echelon.memory.gist.functions import Window
+from echelon.memory.gist.packing import flatten
 
 NUMBERS = (1, 127, 128, 129, 1000, 3 * 1024 + 1, 9001)
 WINDOWS = (Window.of(2), Window.of(3, 2, 1, ceil_mode=True), Window.of((5, 4), 1, (2, 0), (1, 2)))
@@ -48,7 +48,7 @@ def check_kernels(device: str, sizes: tuple[int, ...] = NUMBERS) -> None:
         flat = numbers(num, torch.float32)
         output, mask, layout = kernels.relu_and_mask(flat.to(device), inplace=False)
         assert torch.equal(output.cpu().nan_to_num(7.0), flat.relu().nan_to_num(7.0))
-        assert torch.equal(mask.cpu(), bits.pack(~(flat.relu() <= 0), 1))
+        assert torch.equal(mask.cpu(), packing.pack(~(flat.relu() <= 0), 1))
         for name in ("fp16", "fp8"):
             again, same_mask, _, parts = kernels.encoded_relu(flat.to(device), name)
             assert torch.equal(again.nan_to_num(7.0), output.nan_to_num(7.0))
@@ -74,7 +74,7 @@ def check_kernels(device: str, sizes: tuple[int, ...] = NUMBERS) -> None:
         expected = x.relu()
         assert output.stride() == expected.stride()
         assert torch.equal(output, expected)
-        assert torch.equal(mask, bits.pack(flatten(expected)[0] > 0, 1))
+        assert torch.equal(mask, packing.pack(flatten(expected)[0] > 0, 1))
         masked = kernels.masked(gradient, mask, layout)
         expected = torch.ops.aten.threshold_backward(gradient, expected, 0)
         assert masked.stride() == expected.stride()

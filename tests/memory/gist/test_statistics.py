@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.memory.gist import floats
+from echelon.memory.gist.compression import Compression
 from echelon.memory.gist.layer import Saver
-from echelon.memory.gist.settings import Compression
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 
 

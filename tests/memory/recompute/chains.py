@@ -6,7 +6,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from echelon.memory.recompute import SecondRunCheck, Segment, SegmentSettings, WholeCheckpoints
+from echelon.memory.recompute.saved_inputs import WholeInputs
+from echelon.memory.recompute.second_run import SecondRunCheck
+from echelon.memory.recompute.segment import Segment, SegmentSettings
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
 
@@ -18,7 +20,7 @@ def settings(check: SecondRunCheck | None = None, view: View | None = None) -> S
         torch.device("cpu"),
         view or View(),
         check or SecondRunCheck(),
-        WholeCheckpoints(),
+        WholeInputs(),
         lambda _: nullcontext(),
     )
 

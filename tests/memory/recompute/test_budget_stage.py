@@ -43,13 +43,15 @@ class Trained(NamedTuple):
     warnings: int = 0
 
 
-def train(plan: str, factors: Sequence[int], batches: Sequence[int] = (8, 8, 8)) -> Trained:
+def train(
+    plan: str, factors: Sequence[int], batches: Sequence[int] = (8, 8, 8), loss: Any = F.cross_entropy
+) -> Trained:
     model = make_model(factors)
     engine = echelon.parallelize(
         model,
         f"{plan} precision=fp64",
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        loss=F.cross_entropy,
+        loss=loss,
         audit="off",  # whose parts of batches have shapes of their own
     )
     for step, samples in enumerate(batches):
@@ -90,6 +92,16 @@ def test_a_budget_is_kept_and_weights_are_the_same_to_the_last_bit(part: float, 
     (segments,) = trained.segments
     assert bool(segments) == (part < 1)
     assert num_recomputed(segments) < len(FACTORS)
+
+
+def wide_loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Saves more than a layer does."""
+    return F.cross_entropy(output.repeat(1, 64).exp().log(), targets)
+
+
+def test_what_the_loss_saves_is_counted() -> None:
+    budget = round(0.7 * train("recompute=none", FACTORS, loss=wide_loss).peak)
+    assert 0.75 * budget < train(f"recompute=budget:{budget}", FACTORS, loss=wide_loss).peak <= budget
 
 
 @pytest.mark.slow_cases("sqrt")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.errors import UserError
-from echelon.memory.recompute import SecondRunCheck
+from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.dropout.training_position import scope
 from echelon.nn.sequence import View
@@ -29,7 +29,7 @@ def compare(make: Make, step: Callable[[nn.Module, int], None] = run_step) -> No
         check = SecondRunCheck()
         assert_same(train(make, sizes, step=step, shared=settings(check)), expected)
         assert check._flags, "nothing ran again"
-        check.decide()
+        check.check_first_step()
 
 
 class Noise(nn.Module):

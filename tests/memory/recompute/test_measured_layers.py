@@ -5,15 +5,15 @@ import time
 import torch
 from torch import Tensor
 
-from echelon.memory.recompute.checkpoints import WholeCheckpoints
 from echelon.memory.recompute.measured_layers import LayerMeasurement, SavedBytes
+from echelon.memory.recompute.saved_inputs import WholeInputs
 
 CPU = torch.device("cpu")
 
 
 def measurement(*arguments: object, excluded: tuple[Tensor, ...] = ()) -> LayerMeasurement:
     storages = {tensor.untyped_storage()._cdata for tensor in excluded}
-    return LayerMeasurement("layer", arguments, WholeCheckpoints(), storages, CPU)
+    return LayerMeasurement("layer", arguments, WholeInputs(), storages, CPU)
 
 
 def test_the_costs_of_two_layers_in_a_row() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from echelon.engine.step.runtime.flight import get_gradient_edge
 from echelon.engine.step.runtime.split_backward import SplitBackward
 from echelon.errors import UserError
-from echelon.memory.recompute import SecondRunCheck
+from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.memory.recompute.segment import Run
 from echelon.nn.autograd.second_run import once
 from tests.memory.recompute.chains import assert_same, recompute, settings, train, vectors
@@ -80,7 +80,7 @@ def test_a_second_run_ends_when_it_has_all_that_is_asked_for() -> None:
     recompute(list(model), [1], settings(check))
     model(vectors(0)).sum().backward()
     assert (model[0].calls, model[0].ends) == (2, 2), "the first step compares outputs"
-    check.decide()
+    check.check_first_step()
     model(vectors(1)).sum().backward()
     assert (model[0].calls, model[0].ends) == (4, 3), "the product of the last matrix is not needed"
 
@@ -360,8 +360,8 @@ def test_a_second_run_that_returns_something_else_is_found_in_the_first_step() -
     recompute(list(model), [1, 1], settings(check))
     model(vectors(0)).sum().backward()
     with pytest.raises(UserError, match="recompute: Clock returned something else when it ran again"):
-        check.decide()
-    check.decide()
+        check.check_first_step()
+    check.check_first_step()
 
 
 class Differentiating(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon.memory import Meter
 from echelon.memory.recompute import selective_operations
-from echelon.memory.recompute.selective import _Memo, _Recorder, selective
+from echelon.memory.recompute.selective import _Memo, _Recorder, not_watched, selective
 from echelon.memory.recompute.selective_calls import Call
 from echelon.models import ModelConfig, build, cross_entropy
 from tests.cases import sgd
@@ -41,7 +41,6 @@ def measure(
     module.zero_grad()
     storages = {"parameters": list(module.parameters()), "gradients": [], "optimizer": [], "buffers": []}
     meter = Meter(module, lambda: storages)
-    meter.start_step()
     with meter.activations(), selective() if recompute else nullcontext():
         loss = compute()
     kept = meter.read().now["activations"]
@@ -236,8 +235,9 @@ def test_long_chains_are_kept() -> None:
         lambda h: _changed_without_gradient(F.gelu(h)),
         lambda h: _changed_behind_without_gradient(F.gelu(h)),
         lambda h: torch.add(h, 1, out=None).exp_(),
+        lambda h: _changed_by_compiled_code(F.gelu(h)),
     ],
-    ids=["mul_", "clamp_", "data", "no_grad", "data_no_grad", "exp_"],
+    ids=["mul_", "clamp_", "data", "no_grad", "data_no_grad", "exp_", "compiled"],
 )
 def test_what_is_changed_in_place_is_kept_as_it_is(middle: Callable[[Tensor], Tensor]) -> None:
     share_of(middle)
@@ -246,6 +246,11 @@ def test_what_is_changed_in_place_is_kept_as_it_is(middle: Callable[[Tensor], Te
 def _changed_behind(h: Tensor) -> Tensor:
     h.data.add_(1)  # no version tells of it
     return h
+
+
+def _changed_by_compiled_code(h: Tensor) -> Tensor:
+    with not_watched():
+        return h.mul_(2)
 
 
 @torch.no_grad()

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Ledger, RecordingGroup
-from echelon.memory.recompute.checkpoints import ArgumentName, WholeCheckpoints
-from echelon.memory.recompute.contiguous import ContiguousCheckpoints, Slots
-from echelon.memory.recompute.dense import is_dense, memory_order
-from echelon.memory.recompute.split_checkpoints import SplitCheckpoints, _part
+from echelon.memory.recompute.saved_inputs import (
+    ArgumentName,
+    ContiguousInputs,
+    Slots,
+    SplitInputs,
+    WholeInputs,
+    _part,
+)
 
 ARGUMENT = ArgumentName("layer", 0)
 
@@ -29,9 +33,9 @@ class Alike:
         whole[-1] += self._is_other
 
 
-def split(*, is_other: bool = False) -> tuple[SplitCheckpoints, Alike]:
+def split(*, is_other: bool = False) -> tuple[SplitInputs, Alike]:
     group: Any = Alike(is_other=is_other)
-    return SplitCheckpoints(group, WholeCheckpoints()), group
+    return SplitInputs(group, WholeInputs()), group
 
 
 @pytest.mark.parametrize(
@@ -42,12 +46,12 @@ def test_each_rank_has_a_part_of_equal_size(rank: int, elements: list[float]) ->
 
 
 def test_what_all_ranks_have_is_split_and_compared_once() -> None:
-    checkpoints, group = split()
+    inputs, group = split()
     tensor = torch.arange(6.0, requires_grad=True)
-    assert not checkpoints.keeps_memory(tensor, ARGUMENT)
-    assert checkpoints.kept_bytes(tensor, ARGUMENT) == 2 * 4
+    assert not inputs.keeps_memory(tensor, ARGUMENT)
+    assert inputs.kept_bytes(tensor, ARGUMENT) == 2 * 4
     assert group.num_calls == 1
-    kept = checkpoints.keep(tensor.view(2, 3), None, ARGUMENT)
+    kept = inputs.keep(tensor.view(2, 3), None, ARGUMENT)
     assert kept.take().tolist() == [[2.0, 3.0, 2.0], [3.0, 2.0, 3.0]], "this rank's part, from all ranks"
     assert group.num_calls == 2
 
@@ -60,30 +64,21 @@ def test_what_differs_or_has_no_gradient_stays_whole() -> None:
         (tensor.detach().to_sparse().requires_grad_(), False, 0),
     ]
     for given, is_other, num_calls in cases:
-        checkpoints, group = split(is_other=is_other)
-        assert checkpoints.keep(given, None, ARGUMENT).take() is not None
-        assert checkpoints.keeps_memory(tensor, ARGUMENT) is is_other
+        inputs, group = split(is_other=is_other)
+        assert inputs.keep(given, None, ARGUMENT).take() is not None
+        assert inputs.keeps_memory(tensor, ARGUMENT) is is_other
         assert group.num_calls == max(num_calls, 1)
 
 
 def test_equal_elements_are_compared_again() -> None:
-    checkpoints, group = split()
+    inputs, group = split()
     zeros = torch.zeros(6, requires_grad=True)
-    assert checkpoints.keeps_memory(zeros, ARGUMENT)
-    assert checkpoints.kept_bytes(zeros, ARGUMENT) == 24
+    assert inputs.keeps_memory(zeros, ARGUMENT)
+    assert inputs.kept_bytes(zeros, ARGUMENT) == 24
     assert group.num_calls == 2
-    assert not checkpoints.keeps_memory(torch.arange(6.0, requires_grad=True), ARGUMENT)
-    assert not checkpoints.keeps_memory(zeros, ARGUMENT)
+    assert not inputs.keeps_memory(torch.arange(6.0, requires_grad=True), ARGUMENT)
+    assert not inputs.keeps_memory(zeros, ARGUMENT)
     assert group.num_calls == 3
-
-
-def test_tensors_without_gaps() -> None:
-    base = torch.arange(24.0).view(2, 3, 4)
-    assert is_dense(base)
-    assert is_dense(base.permute(2, 0, 1))
-    assert not is_dense(base[:, :2])
-    assert not is_dense(base[..., ::2])
-    assert memory_order(base.permute(2, 0, 1)).tolist() == list(range(24))
 
 
 def test_slots_in_one_memory() -> None:
@@ -98,21 +93,21 @@ def test_slots_in_one_memory() -> None:
 
 
 def test_memory_grows_only_if_more_was_needed() -> None:
-    checkpoints = ContiguousCheckpoints(torch.device("cpu"), WholeCheckpoints())
+    inputs = ContiguousInputs(torch.device("cpu"), WholeInputs())
     hidden = torch.arange(100.0, requires_grad=True)
-    kept = checkpoints.keep(hidden, None, ARGUMENT)
-    assert (len(checkpoints.memory), checkpoints.kept_bytes(hidden, ARGUMENT)) == (0, 400)
+    kept = inputs.keep(hidden, None, ARGUMENT)
+    assert (len(inputs.memory), inputs.kept_bytes(hidden, ARGUMENT)) == (0, 400)
     assert torch.equal(kept.take(), hidden)
-    checkpoints.finish_step()
-    memory = checkpoints.memory
+    inputs.after_passes()
+    memory = inputs.memory
     assert len(memory) == 512
-    kept = checkpoints.keep(hidden, None, ARGUMENT)
+    kept = inputs.keep(hidden, None, ARGUMENT)
     assert kept.take().data_ptr() == memory.data_ptr()
-    checkpoints.finish_step()
-    assert checkpoints.memory is memory
+    inputs.after_passes()
+    assert inputs.memory is memory
     for other in (
         hidden.detach(),
         torch.zeros(0, requires_grad=True),
         torch.ones(4, 4, requires_grad=True)[:, :2],
     ):
-        assert checkpoints.keeps_memory(other, ARGUMENT)
+        assert inputs.keeps_memory(other, ARGUMENT)

@@ -24,8 +24,8 @@ from echelon.parallel.data.buckets import (
     weight_dtype,
     without_gradients,
 )
-from echelon.parallel.data.zero.flat import FlatUnit, UnitMemory
-from echelon.parallel.data.zero.gradient_sums import GradientSums
+from echelon.parallel.data.zero.flat import FlatUnit
+from echelon.parallel.data.zero.gradient_sums import GradientSums, preallocate
 from echelon.parallel.data.zero.zero import Zero
 from tests.cases import adamw, mean_loss, vectors
 from tests.groups import DeferredGroup
@@ -164,12 +164,10 @@ class Sums:
     def __init__(self) -> None:
         self.group = DeferredGroup("shard", rank=1, size=2)
         self.units = [
-            FlatUnit(str(size), [("w", nn.Parameter(torch.zeros(size)))], self.group, resident=True)
+            FlatUnit(str(size), [("w", nn.Parameter(torch.zeros(size)))], self.group, sharded=False)
             for size in (100, 300, 200)
         ]
-        self.memory = UnitMemory.preallocated(self.units)
-        for unit in self.units:
-            unit.memory = self.memory
+        preallocate([unit.gradient for unit in self.units])
         copies = DeferredGroup("copies", size=2)
         self.sums = GradientSums(ShardGroups(self.group, copies), in_place=False)
 
@@ -177,18 +175,18 @@ class Sums:
         for number, unit in enumerate(self.units):
             parameter = unit.parameters[0][1]
             parameter.grad = torch.full_like(parameter, (1 + number) * value)
-            unit.accumulate(parameter)
-            self.sums.start(unit, last=last)
+            unit.gradient.accumulate(parameter)
+            self.sums.start(unit.gradient, last=last)
 
     def pointers(self) -> set[int]:
-        return {storage.data_ptr() for storage in self.memory.storages()}
+        return {storage.data_ptr() for storage in self.units[0].gradient.preallocated()}
 
     def finish(self) -> list[float]:
         """What the parts of all units hold: the sum over two ranks of each of two groups."""
         self.sums.complete()
-        values = [float(unit.part[0]) for unit in self.units if unit.part is not None]
+        values = [float(unit.gradient.part[0]) for unit in self.units if unit.gradient.part is not None]
         for unit in self.units:
-            unit.has_part = False
+            unit.gradient.has_part = False
         return values
 
 
@@ -213,8 +211,8 @@ def test_a_step_that_failed_gives_its_memory_back() -> None:
     sums.backward(1.0, last=False)
     sums.sums.drop()
     for unit in sums.units:
-        unit.drop_gradient()
-        unit.has_part = False
+        unit.gradient.drop()
+        unit.gradient.has_part = False
     before = sums.pointers()
     sums.backward(2.0, last=True)
     assert sums.finish() == [8.0, 16.0, 24.0]

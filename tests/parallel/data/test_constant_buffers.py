@@ -62,18 +62,18 @@ def test_whole_gradients_that_are_on_their_way(millions: int) -> None:
     """Units of 1 million parameters: one is produced while another is summed."""
     group = RecordingGroup("shard", size=2)
     units = [
-        FlatUnit(str(number), [("w", parameter)], group, resident=True)
+        FlatUnit(str(number), [("w", parameter)], group, sharded=False)
         for number, parameter in enumerate(weights(millions, torch.float32))
     ]
     for unit in units:
-        unit.new_part(in_place=False)
+        unit.gradient.new_part(in_place=False)
     sums = GradientSums(ShardGroups(group, RecordingGroup("copies")), in_place=False)
     with PeakMemory(of_meta=True) as memory:
         for unit in units:
             parameter = unit.parameters[0][1]
             parameter.grad = torch.empty_like(parameter)
-            unit.accumulate(parameter)
-            unit.has_part = False
-            sums.start(unit, last=True)
+            unit.gradient.accumulate(parameter)
+            unit.gradient.has_part = False
+            sums.start(unit.gradient, last=True)
         sums.complete()
     assert memory.peak <= 3 * 4 * MIB

@@ -67,7 +67,7 @@ def test_units_are_used_in_turn_while_the_backward_pass_goes_on(level: int, micr
         sizes.append(gradient_bytes(sharing))
         assert sum(not storage.expired() for storage in group.reduced) <= 1, "that of the next unit"
 
-    sharing.on_unit = use
+    sharing.update_in_backward(use)
     used_when: list[int] = []
     model[0].register_forward_hook(
         lambda *arguments: arguments[2].register_hook(lambda _: used_when.append(len(names))) and None
@@ -99,7 +99,7 @@ def test_replicas_in_turn_do_not_wait_in_the_backward_pass(level: int) -> None:
     group, model = DeferredGroup(), ones()
     sharing = make_sharing(model, group, level, waits=False)
     used: list[str] = []
-    sharing.on_unit = lambda unit: used.extend(local.name for local in unit.local)
+    sharing.update_in_backward(lambda unit: used.extend(local.name for local in unit.local))
     sharing.start_step()
     sharing.start_backward(last=True)
     model(torch.ones(1, 2)).sum().backward()
@@ -116,7 +116,7 @@ def test_a_gradient_that_other_ranks_share_waits_for_them(level: int) -> None:
     shared = SharedGradient(model[1].weight, RecordingGroup("tensor"))
     sharing = make_sharing(model, DeferredGroup(), level, [shared])
     used: list[str] = []
-    sharing.on_unit = lambda unit: used.extend(local.name for local in unit.local)
+    sharing.update_in_backward(lambda unit: used.extend(local.name for local in unit.local))
     sharing.start_step()
     sharing.start_backward(last=True)
     model(torch.ones(1, 2)).sum().backward()
@@ -152,7 +152,9 @@ def test_what_nobody_used_has_no_gradient(level: int, group: Group) -> None:
     model = Branches()
     sharing = make_sharing(model, group, level)
     used: list[str] = []
-    sharing.on_unit = lambda unit: used.extend(e.name for e in unit.local if e.tensor.grad is not None)
+    sharing.update_in_backward(
+        lambda unit: used.extend(e.name for e in unit.local if e.tensor.grad is not None)
+    )
     for _ in range(2):
         used.clear()
         run_step(sharing, model)
@@ -178,7 +180,7 @@ def test_torch_refuses_a_weight_that_was_updated_and_is_needed_again(level: int)
     """Also where the optimizer updates memory that torch does not know to be the weight's."""
     model = Reads()
     sharing = make_sharing(model, DeferredGroup(), level)
-    sharing.on_unit = lambda _: None
+    sharing.update_in_backward(lambda _: None)
     sharing.start_step()
     sharing.start_backward(last=True)
     total = model(torch.ones(1, 2)).sum()
@@ -195,7 +197,7 @@ def test_parts_of_copies_are_summed_twice_before_they_are_used() -> None:
     parameter_set = set_of(model, everyone, shards=ShardGroups(shard, copies))
     sharing = Zero(parameter_set, 2, Wrapping(), in_backward=True)
     gradients: list[Tensor] = []
-    sharing.on_unit = lambda unit: gradients.extend(e.tensor.grad.clone() for e in unit.local)  # type: ignore[union-attr]
+    sharing.update_in_backward(lambda unit: gradients.extend(e.tensor.grad.clone() for e in unit.local))  # type: ignore[union-attr]
     run_step(sharing, model)
     assert len(gradients) == 5
     assert all(torch.equal(gradient, torch.full((2,), 4.0 * 2**4)) for gradient in gradients)

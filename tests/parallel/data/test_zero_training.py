@@ -76,7 +76,7 @@ def most_units_whole(prefetch: int, microbatches: int) -> tuple[int, int, int]:
     model = deep()
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
     sharing = Zero(set_of(model, group), 3, Wrapping(), prefetch=prefetch)
-    flats = [flat.flat.untyped_storage() for unit in sharing._flats for flat in unit]
+    flats = [flat.flat.untyped_storage() for flat in sharing._flats]
     seen = [0]
 
     def count(*_: object) -> None:

@@ -34,7 +34,7 @@ def sharded(model: nn.Module, level: int = 3, group: Group | None = None, **opti
 
 
 def gathered(sharing: Zero) -> list[int]:
-    return [index for index, unit in enumerate(sharing._flats) if any(flat.is_gathered for flat in unit)]
+    return [index for index, unit in enumerate(sharing._units) if any(flat.is_gathered for flat in unit)]
 
 
 # Reads.
@@ -243,7 +243,7 @@ def test_weights_that_lie_elsewhere_between_steps_are_taken_over() -> None:
     (first, second, _) = (local.tensor.tolist() for local in reversed(sharing.local_parameters()))
     assert first == [5.0, 5.0]
     assert second == [1.0, 1.0], "of which nobody has said so"
-    assert model[0].weight.data_ptr() == sharing._flats[0][0].flat.data_ptr()
+    assert model[0].weight.data_ptr() == sharing._units[0][0].flat.data_ptr()
 
 
 def test_weights_that_stay_move_to_new_memory() -> None:
@@ -283,7 +283,7 @@ def test_frozen_weights_and_such_without_elements_are_owned_whole_or_in_parts(le
     model[1].empty = nn.Parameter(torch.empty(0, 3))
     sharing = sharded(model, level, DeferredGroup(rank=1))
     waited: list[str] = []
-    sharing.wait_for_weights = lambda local: waited.extend(each.name for each in local)
+    sharing.expect_weights(lambda local: waited.extend(each.name for each in local))
     slices = {owned.slice.name: (owned.slice.offsets, owned.slice.sizes) for owned in sharing.owned()}
     assert slices == {
         "0.weight": ((0, 0), (2, 2)) if level == 1 else ((1, 0), (1, 2)),
@@ -340,7 +340,7 @@ def test_a_gradient_that_other_ranks_sum_too_waits_in_memory_of_its_own() -> Non
     parameters = set_of(model, DeferredGroup(), shared_gradients=[tie])
     sharing = Zero(parameters, 2, Wrapping(), in_backward=True)
     updated: list[str] = []
-    sharing.on_unit = lambda unit: updated.extend(local.name for local in unit.local)
+    sharing.update_in_backward(lambda unit: updated.extend(local.name for local in unit.local))
     sharing.start_step()
     total = model(torch.ones(1, 2)).sum()
     sharing.start_backward(last=True)
@@ -352,7 +352,7 @@ def test_a_gradient_that_other_ranks_sum_too_waits_in_memory_of_its_own() -> Non
     assert gradients["1.weight"] is None
     assert gradients["0.weight"] is not None
     assert gradients["0.weight"].tolist() == [4.0, 4.0]
-    assert [[each.name for each in local] for local in sharing.in_turn()] == [["0.weight"]]
+    assert [[each.name for each in local] for local in sharing.pieces_to_update()] == [["0.weight"]]
     sharing.publish()
     assert sharing.local_parameters()[0].tensor.grad is None
 
@@ -365,14 +365,14 @@ def test_a_closed_engine_leaves_no_owner_and_no_memory_of_the_host() -> None:
     assert [tensor.numel() for tensor in boundary.storages()["parameters"]] == [4, 4]
     sharing.close()
     assert [tensor.numel() for tensor in boundary.storages()["parameters"]] == [0, 0]
-    assert [flat.on_read for unit in sharing._flats for flat in unit] == [None, None]
+    assert [flat._owner is sharing for flat in sharing._flats] == [False, False]
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_a_unit_that_is_freed_while_its_shard_is_fetched_is_gathered_again() -> None:
     group, boundary = DeferredGroup(), PretendedBoundary(Ledger())
     sharing = sharded(ones(1), 3, group, host=HostPlace(boundary))
-    ((flat,),) = sharing._flats
+    (flat,) = sharing._flats
     flat.gather()
     flat.free()
     assert not flat.is_gathered
@@ -387,12 +387,12 @@ def test_a_unit_that_is_freed_while_its_shard_is_fetched_is_gathered_again() -> 
 def test_dropped_gradients_are_no_longer_the_parameters() -> None:
     model = ones(1)
     sharing = sharded(model, 2, RecordingGroup("data", 0, 2))
-    ((flat,),) = sharing._flats
+    (flat,) = sharing._flats
     model[0].weight.grad = torch.ones(2, 2)
-    flat.accumulate(model[0].weight)
-    flat.drop_gradient()
+    flat.gradient.accumulate(model[0].weight)
+    flat.gradient.drop()
     assert model[0].weight.grad is None
-    assert flat.gradient is None
+    assert flat.gradient.buffer is None
 
 
 def test_host_places_keep_what_fits_on_the_device() -> None:

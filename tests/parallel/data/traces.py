@@ -150,7 +150,8 @@ def trace_steps(
         with unit.present():
             update(unit.local)
 
-    sharing.on_unit = on_unit if in_backward else None
+    if in_backward:
+        sharing.update_in_backward(on_unit)
     for step in range(2):
         trace.line(f"step {step}")
         sharing.start_step()
@@ -173,7 +174,7 @@ def trace_steps(
             sharing.end_watch()
         if not in_backward:
             trace.word(f"norm{sum(float(share.square().sum()) for share in sharing.norm_share()):g}")
-        for local in sharing.in_turn():
+        for local in sharing.pieces_to_update():
             update([] if in_backward else local)
         trace.line("publish")
         sharing.publish()

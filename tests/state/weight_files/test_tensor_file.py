@@ -287,7 +287,8 @@ def test_blocks_of_rows_have_a_megabyte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int, num_reads: int
 ) -> None:
     """Half of each of two rows; of rows that are longer than a block, single elements."""
-    path = saved(tmp_path, tensor=torch.rand(2, 2, row // 8))
+    tensor = torch.rand(2, 2, row // 8)
+    path = saved(tmp_path, tensor=tensor)
     reads, read_exactly = list[int](), tensor_file._read_exactly
 
     def read(file: FileIO, begin: int, out: Tensor) -> None:
@@ -298,3 +299,4 @@ def test_blocks_of_rows_have_a_megabyte(
     out = torch.empty(2, 2, 1)
     read_box(read_header(path)["tensor"], (slice(0, 2), slice(0, 2), slice(0, 1)), out)
     assert len(reads) == num_reads
+    assert torch.equal(out, tensor[..., :1])

@@ -15,7 +15,7 @@ from echelon.launching import RankFailed
 from echelon.state.checkpoint.copies import MemoryFolder
 from echelon.train.events import FROM_DISK, Event, Noted, Restarting, Started
 from echelon.train.jobs.job import Job, OptimizerJob, check
-from echelon.train.runs import elastic
+from echelon.train.runs import supervisor
 from echelon.train.runs.memory_copies import loss_warning, memory_of_run
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.run_folder import RunFolder
@@ -95,7 +95,7 @@ def test_ranks_of_another_plan_go_on_from_the_copies(
     tmp_path: Path, ram_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices, events = [2], list[Event]()
-    monkeypatch.setattr(elastic, "ranks_available", lambda: devices[0])
+    monkeypatch.setattr(supervisor, "ranks_available", lambda: devices[0])
 
     def lose_a_device() -> None:
         devices[0] = 1

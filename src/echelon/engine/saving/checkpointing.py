@@ -6,14 +6,15 @@ from typing import Any, final
 
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.loading import Loading
-from echelon.engine.step.step_runner import StepRunner
+from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
+from echelon.parallel.observer import StepObserver
 from echelon.state.checkpoint import Manifest, SavedState, SaveOptions, Saver, open_whole
 from echelon.state.ownership import OwnedSlice, Slice
 
 
 @final
-class Checkpointing:
+class Checkpointing(StepObserver):
     """Saves the state of one engine, and loads into it. All ranks must make the same calls."""
 
     def __init__(self, state: EngineState, runner: StepRunner, synchronize: Callable[[], None]) -> None:
@@ -21,10 +22,14 @@ class Checkpointing:
         self._state, self._runner, self._synchronize = state, runner, synchronize
         mesh = state.mesh
         self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
-        runner.before_update = self._saver.before_changes
+        runner.observers.add(self)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
 
     # Saving.
+
+    def before_update(self) -> None:
+        """A copy that is made behind the passes of this step must be done."""
+        self._saver.before_changes()
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any], options: SaveOptions, *, copy_behind: bool
@@ -45,7 +50,7 @@ class Checkpointing:
         self._saver.finish()
 
     def saving_error(self) -> UserError | None:
-        """What went wrong with the save that was under way, which is over now."""
+        """Finish the save that is under way, and return what went wrong."""
         try:
             self._saver.finish()
         except UserError as error:
@@ -60,7 +65,7 @@ class Checkpointing:
 
     @property
     def is_loaded_in_part(self) -> bool:
-        """Whether a load has failed after it had begun to change the engine."""
+        """Return whether a load has failed after it had begun to change the engine."""
         return self._unfinished_load != ""
 
     def check_loaded(self) -> None:

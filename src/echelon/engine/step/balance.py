@@ -30,6 +30,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.nn.experts import Gate, Recorder, recording
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.update.numbers import GateNumbers
@@ -116,7 +117,7 @@ def _need(gate: Gate) -> str:
 
 
 @final
-class Balance:
+class Balance(StepObserver):
     """Adds up the statistics of gates, one step after the other."""
 
     def __init__(self, gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> None:
@@ -132,12 +133,12 @@ class Balance:
         self._owners = self._find_owners()
         self._shares = self._find_shares()
         has_loss = any(place.gate.has_loss for place in gates.places)
-        self.is_early = has_loss  # whether the sums must be known before the first backward pass
+        self.has_loss = has_loss  # whether the sums must be known before the first backward pass
         self.needs_pass = has_loss and not local.program.forwards_first
         late = mesh.plan.update != "step" and not has_loss
         self._errors = [_error(place.name, late=late) for place in gates.places]
         self._passes: GatePasses | NoPasses = GatePasses()
-        self.start_step()
+        self.before_step()
 
     def _find_owners(self) -> Tensor:
         """For each number of the statistics, which gate it is of."""
@@ -154,7 +155,7 @@ class Balance:
 
     # One step.
 
-    def start_step(self) -> None:
+    def before_step(self) -> None:
         self._check_losses()
         size = self._places[-1].end
         # Two more numbers: what all losses counted, and the same times what they were divided by.
@@ -176,9 +177,13 @@ class Balance:
     def _sums(self) -> Tensor:
         return self._row[2:]
 
-    def recording(self, weight: int) -> AbstractContextManager[None]:
-        """Around the forward pass of a microbatch. With `weight` 0 its samples do not count."""
-        return recording(_MicrobatchRecorder(self, counts=weight > 0))
+    def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        """In training, gates tell what they have seen."""
+        return recording(_MicrobatchRecorder(self, counts=forward.weight > 0)) if forward.trains else None
+
+    def before_backwards(self, tally: Tensor) -> None:
+        if self.has_loss:
+            self.exchange(tally)
 
     def add(self, gate: Gate, statistics: Tensor) -> None:
         """A microbatch has passed the gate; after the exchange it has done so in the statistics pass."""
@@ -224,7 +229,7 @@ class Balance:
             self._passes.asked(gate, statistics)
         return self._gradients[gate]
 
-    def check_gradients(self) -> None:
+    def check_first_step(self) -> None:
         """After the passes of the first step: refuse gates whose loss has other gradients than a plain loop
         finds."""
         plan = self._mesh.plan
@@ -248,8 +253,8 @@ class Balance:
                 auxiliary = auxiliary + self._losses[place.gate] * share
         return GateNumbers(auxiliary, self._broken, self._errors)
 
-    def after_step(self, skipped: bool | Tensor) -> None:
-        """The update is made, or was skipped: then gates stay as they are."""
+    def after_update(self, skipped: bool | Tensor) -> None:
+        """Gates balance themselves; after an update that was skipped they stay as they are."""
         if not self._balanced or skipped is True:
             return
         self._buffers.take()
@@ -321,17 +326,26 @@ class _Discard(Recorder):
         raise UserError(_LATE.format(name=type(gate).__name__))
 
 
-def recording_of(balance: Balance | None, weight: int) -> AbstractContextManager[None]:
-    """Around the forward pass of a microbatch in training."""
-    return recording(_Discard()) if balance is None else balance.recording(weight)
+@final
+class DiscardStatistics(StepObserver):
+    """Where updates have no global batch, gates tell what they have seen, and it is not added up."""
+
+    def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        return recording(_Discard()) if forward.trains else None
 
 
-def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> Balance | None:
+def make_balance(
+    gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding, observers: Observers
+) -> Balance | None:
     """None where there is no gate, or no step of which all ranks could add up anything."""
-    plan = mesh.plan
-    if not gates.places or plan.sync == "async" or not plan.flushes:
+    if not gates.places:
         return None
-    return Balance(gates, mesh, local, layers)
+    if mesh.plan.sync == "async" or not mesh.plan.flushes:
+        observers.add(DiscardStatistics())
+        return None
+    balance = Balance(gates, mesh, local, layers)
+    observers.add(balance)
+    return balance
 
 
 def load_of(gate: Gate, statistics: Tensor) -> ExpertLoad:

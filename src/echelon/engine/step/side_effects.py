@@ -3,7 +3,7 @@ found, and torch's cache of cast weights is kept out.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -17,6 +17,8 @@ from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.parallel.observer import ForwardPass, StepObserver
+from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 
 _LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
@@ -117,7 +119,7 @@ class AttributeSnapshot:
 
 
 def _is_copied(value: Any) -> bool:
-    """Whether its values can be copied, and written again."""
+    """Return whether its values can be copied, and written again."""
     if type(value) is numpy.ndarray:
         return bool(value.flags.writeable) and not value.dtype.hasobject
     if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_inference():
@@ -174,7 +176,30 @@ def keeps_changes(plan: Plan) -> bool:
 
 
 @contextmanager
-def restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
+def unchanged_weights(
+    modules: Sequence[nn.Module], plan: Plan, check_together: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    """Run passes of stages beside a step. Raise, on every rank, if they have changed weights: the first step
+    would not find out any more. Where a forward may change them, they are put back."""
+    if keeps_changes(plan) and not frees_weights(plan):
+        with _restored_weights(modules):
+            yield
+        return
+    # A rehearsal of units that are updated in the backward pass marks their weights as changed.
+    is_checked = not frees_weights(plan) and plan.update == "step"
+    changes = [WeightChanges(module, plan) for module in modules] if is_checked else []
+    before = [change.states() for change in changes]
+    yield
+
+    def check() -> None:
+        for change, states in zip(changes, before, strict=True):
+            change.check(states)
+
+    check_together(check)
+
+
+@contextmanager
+def _restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the weights of `modules` back at the end."""
     weights = [weight for module in modules for weight in module.parameters()]
     copies = [weight.detach().clone() for weight in weights]
@@ -243,6 +268,28 @@ class WeightChanges:
             "ranks, microbatches and the audit of the first step see parts of it; change weights between "
             "steps, or use data=1, microbatches=1 and fp32 with audit='off'"
         )
+
+
+@final
+class FirstForward(StepObserver):
+    """Compares the weights of each stage before and after its first forward pass in training."""
+
+    def __init__(self, local: LocalStages, plan: Plan) -> None:
+        stages = {} if frees_weights(plan) else local.stages
+        self._changes = {number: WeightChanges(stage.module, plan) for number, stage in stages.items()}
+        self._unseen = set(stages)
+
+    @property
+    def has_changed(self) -> bool:
+        """Return whether a forward pass that may change weights did."""
+        return any(each.is_changed for each in self._changes.values())
+
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        stage, _ = forward.slot
+        if stage not in self._unseen or not torch.is_grad_enabled():
+            return None
+        self._unseen.remove(stage)
+        return self._changes[stage]()
 
 
 def renormalises_any(stage: nn.Module) -> bool:

@@ -11,7 +11,7 @@ zero=3, offload and experts need all ranks in the call, as they do in a step.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -25,6 +25,7 @@ from echelon.nn.layering import listed_layers
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import Column
 from echelon.plan import Plan
@@ -74,6 +75,7 @@ def guard_outside(
     local: LocalStages,
     layers: LayerSharding,
     wrapping: Wrapping,
+    observers: Observers,
     inside: Inside,
 ) -> None:
     """Let calls between steps be right, or say why they cannot be."""
@@ -92,8 +94,7 @@ def guard_outside(
     if absent:
         reads = AbsentReads(plan, inside)
         mark_absent(absent, reads, wrapping)
-        for stage in local.stages.values():
-            stage.check_second_runs = partial(_check_both, stage.check_second_runs, reads.check)
+        observers.add(reads)
 
 
 # Hooks: partial functions, which torch can copy and pickle with their module.
@@ -127,11 +128,6 @@ def _guard_state(holders: list[nn.Module], plan: Plan, wrapping: Wrapping, insid
     for module in dict.fromkeys(holders):
         wrapping.hold(GUARD, module, module.register_state_dict_pre_hook(save_hook))
         wrapping.hold(GUARD, module, module.register_load_state_dict_pre_hook(load_hook))
-
-
-def _check_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _holders_of_parts(model: nn.Module, layers: LayerSharding, plan: Plan) -> Iterator[nn.Module]:
@@ -175,8 +171,8 @@ class AbsentAttributeError(UserError, AttributeError):
 
 
 @final
-class AbsentReads:
-    """What was read of modules that this rank does not run."""
+class AbsentReads(StepObserver):
+    """Reads of attributes of modules that this rank does not run."""
 
     def __init__(self, plan: Plan, inside: Inside) -> None:
         self._plan, self.inside = plan, inside
@@ -184,7 +180,7 @@ class AbsentReads:
         self._is_first = True  # no step was decided on yet
 
     def read(self, module: nn.Module, attribute: str, value: Any) -> Any:
-        """Somebody reads something that is not here, but a value of before; returns what to go on with."""
+        """Note, or refuse, a read of what is not here; return the value of before, or zero, to go on with."""
         error = self.error(module, attribute)
         if not self._is_first:
             raise error
@@ -206,7 +202,7 @@ class AbsentReads:
                 "puts the model together on every rank"
             )
 
-    def check(self) -> None:
+    def check_first_step(self) -> None:
         """In the first step, before its update: raise what was noted."""
         if self._noted is not None:
             error, self._noted = self._noted, None
@@ -234,7 +230,7 @@ class AbsentModule:
         return value if _leaves_nothing(self) or not reads.inside else reads.read(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What is no plain attribute: a parameter, a buffer, a module, or nothing."""
+        """Read what is no plain attribute: a parameter, a buffer, a module, or nothing."""
         reads: AbsentReads = object.__getattribute__(self, "_echelon_reads")
         try:
             value = super().__getattr__(name)  # type: ignore[misc]
@@ -247,7 +243,7 @@ class AbsentModule:
         return reads.read(self, name, None)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the module's own class."""
+        """Copy it as a module of its own class."""
         reduced: Any = super().__reduce_ex__(protocol)
         _, arguments, *state = reduced
         kinds = tuple(type(self).__mro__[2] if each is type(self) else each for each in arguments)
@@ -273,8 +269,8 @@ def _make(kind: type, *arguments: Any) -> Any:
 
 
 def _leaves_nothing(module: object) -> bool:
-    """Whether its class is torch's or echelon's own: the forward of these leaves no result in an attribute,
-    and the engine reads what there is."""
+    """Return whether its class is torch's or echelon's own: the forward of these leaves no result in an
+    attribute, and the engine reads what there is."""
     return type(module).__mro__[2].__module__.startswith(("torch.", "echelon."))
 
 

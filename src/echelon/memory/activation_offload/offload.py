@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, final
@@ -20,30 +20,32 @@ from echelon.hardware import available_memory, total_memory
 from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass, take
 from echelon.memory.activation_offload.offloaded_storage import OffloadedStorage, SharedPiece
-from echelon.memory.recompute import backward_follows, weight_storages
+from echelon.memory.recompute import backward_follows
+from echelon.memory.storages import storages_of, weight_storages
 from echelon.nn.autograd.saved_tensors import current_observer, replace
 from echelon.nn.batch import tensors_of
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
-from echelon.parallel.stage import LocalStages, Stage
-
-Slot = tuple[int, int]  # stage, microbatch
+from echelon.parallel.observer import BackwardPass, ForwardPass, Observers, Slot, StepObserver
+from echelon.parallel.stage import LocalStages
 
 _SUBJECT = "activations"
 _SPARED = 32  # one part in so many of the host's memory is left to others
 
 
-def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping) -> "ActivationOffload | None":
+def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping, observers: Observers) -> None:
     """Wrap the layers of this rank's stages, if the plan says so."""
     if "activations" not in mesh.plan.offload:
-        return None
+        return
     immediate = {
         number: len(listed_layers(stage.module))
         for number, stage in local.stages.items()
         if backward_follows(local.program, number) and not local.program.halves
     }
     pool = HostPool(mesh.boundary, _free_bytes)
-    offload = ActivationOffload(mesh.boundary, mesh.ledger, mesh.device, pool, immediate)
+    owner = f"plan '{mesh.plan}': activations of rank {mesh.rank}"
+    offload = ActivationOffload(mesh.boundary, mesh.ledger, mesh.device, pool, immediate, owner)
+    observers.add(offload, outermost=True)  # what layers drop, and compute again, is not copied
     for stage in local.stages.values():
         layers = listed_layers(stage.module)
         if not layers:
@@ -54,25 +56,6 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping) -> "
         for layer in layers:
             weights = partial(weight_storages, list(layer.modules()))
             wrapping.wrap(OffloadedLayer(layer, offload, weights))
-        _refuse_later(stage, mesh, offload)
-    return offload
-
-
-def _refuse_later(stage: Stage, mesh: Mesh, offload: "ActivationOffload") -> None:
-    """In the first step, before its update, all ranks refuse what does not fit into the memory of one's host.
-    Later, what does not fit stays on the device."""
-    before = stage.check_second_runs
-
-    def check() -> None:
-        if offload.pool.refusal is not None:
-            raise UserError(
-                f"plan '{mesh.plan}': activations of rank {mesh.rank} do not fit into the memory of its "
-                f"host: {offload.pool.refusal}; use smaller or fewer microbatches in flight, recompute=full, "
-                "or drop activations from offload"
-            )
-        before()
-
-    stage.check_second_runs = check
 
 
 def _free_bytes() -> int | None:
@@ -81,7 +64,7 @@ def _free_bytes() -> int | None:
 
 
 @final
-class ActivationOffload:
+class ActivationOffload(StepObserver):
     """Copies of one rank between device and host: stores groups behind the forward pass, one at a time, and
     fetches them ahead of the backward pass.
 
@@ -96,23 +79,25 @@ class ActivationOffload:
         device: torch.device,
         pool: HostPool,
         immediate: Mapping[int, int] | None = None,
+        owner: str = "activations",
     ) -> None:
         self.boundary, self.device, self.pool = boundary, device, pool
-        self._ledger, self._immediate = ledger, immediate or {}
+        self._ledger, self._immediate, self._owner = ledger, immediate or {}, owner
         self.current: OffloadedPass | None = None  # the forward pass that runs
         # Autograd holds a pass through its packed tensors: it goes away with the last of them.
         self._passes: WeakValueDictionary[Slot, OffloadedPass] = WeakValueDictionary()
         self._storing: deque[list[OffloadedStorage]] = deque()  # groups whose copies to the host have begun
-        boundary.account(_SUBJECT, lambda: self.pool.pieces)
+        self.boundary.account(_SUBJECT, lambda: self.pool.pieces)
+
+    def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
+        if not torch.is_grad_enabled():
+            return None
+        return self.passing(forward.slot, tensors_of((forward.value, forward.inputs, forward.targets)))
 
     @contextmanager
     def passing(self, slot: Slot, resident: Iterable[Tensor]) -> Iterator[None]:
         """Around a forward pass and its loss. `resident`: tensors that stay on the device."""
-        if not torch.is_grad_enabled():
-            yield
-            return
-        storages = {t.untyped_storage()._cdata for t in resident if t.layout is torch.strided}
-        current = self.current = OffloadedPass(self, storages, self._immediate.get(slot[0]))
+        current = self.current = OffloadedPass(self, storages_of(resident), self._immediate.get(slot[0]))
         pack = current.pack  # one object: hooks are compared by identity
         try:
             with replace(pack, take, current_observer()):
@@ -132,12 +117,22 @@ class ActivationOffload:
         if (of_slot := self._passes.get(slot)) is not None:
             of_slot.begin_backward()
 
-    def pause_backward(self, slot: Slot) -> None:
-        """The first part of the backward pass is over, and the second comes later."""
-        if (of_slot := self._passes.get(slot)) is not None:
+    def after_backward(self, backward: BackwardPass) -> None:
+        """Pause between the two halves of a backward pass."""
+        of_slot = self._passes.get(backward.slot)
+        if backward.half == "inputs" and backward.has_work and of_slot is not None:
             of_slot.pause_backward()
 
-    def forget(self) -> None:
+    def check_first_step(self) -> None:
+        """Before the first update, all ranks refuse what does not fit into the memory of one's host. Later,
+        what does not fit stays on the device."""
+        if self.pool.refusal is not None:
+            raise UserError(
+                f"{self._owner} do not fit into the memory of its host: {self.pool.refusal}; use smaller or "
+                "fewer microbatches in flight, recompute=full, or drop activations from offload"
+            )
+
+    def abandon(self) -> None:
         """The step has failed: no backward pass follows."""
         self._passes.clear()
         self.release_stored()
@@ -202,8 +197,4 @@ class OffloadedLayer(Wrapper):
 
 def _without_gradients(arguments: Any) -> set[int]:
     """The storages of arguments that need no gradient: other layers take the same ones."""
-    return {
-        tensor.untyped_storage()._cdata
-        for tensor in tensors_of(arguments)
-        if tensor.layout is torch.strided and not tensor.requires_grad
-    }
+    return storages_of(tensor for tensor in tensors_of(arguments) if not tensor.requires_grad)

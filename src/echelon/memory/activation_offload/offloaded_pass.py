@@ -22,6 +22,7 @@ from echelon.memory.activation_offload.offloaded_storage import (
     StepStream,
     View,
 )
+from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, current_observer
 from echelon.nn.tracing import untraced
 
@@ -99,7 +100,7 @@ class OffloadedPass:
         return PackedTensor(self, group.number, storage, View.of(tensor), version)
 
     def _storage(self, tensor: Tensor) -> OffloadedStorage:
-        address = _address(tensor)
+        address = address_of(tensor)
         known = self._known.get(address)
         # A copy that has begun lacks later changes, and other tensors may have changed the storage since.
         if known is not None and known.num_users and (not known.is_stored or tensor._version == 0):
@@ -119,7 +120,7 @@ class OffloadedPass:
             return False
         if type(tensor) is not Tensor or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return False
-        address = _address(tensor)
+        address = address_of(tensor)
         is_small = tensor.untyped_storage().nbytes() < SMALLEST
         return not is_small and address not in self._resident and address not in self._resident_of_layer
 
@@ -139,7 +140,8 @@ class OffloadedPass:
 
     def value_of(self, storage: OffloadedStorage, number: int) -> Tensor:
         """Return the bytes of a storage for the backward pass of layer `number`, and fetch ahead."""
-        # Autograd runs some nodes of a layer after the first of the next one: these do not turn it round.
+        # Autograd runs some nodes of a layer after the first of the next one: these do not move the position
+        # back.
         is_straggler = self._position is not None and number == self._position + 1
         if number != self._position and not is_straggler and number < len(self._groups):
             self._advance_to(number)
@@ -182,8 +184,3 @@ class PackedTensor:
 def take(saved: Any) -> Tensor:
     tensor: Tensor = saved.take()
     return tensor
-
-
-def _address(tensor: Tensor) -> int:
-    """The storage that a tensor lies in."""
-    return int(tensor.untyped_storage()._cdata)

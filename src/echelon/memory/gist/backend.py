@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from echelon.memory.gist import bits, floats
-from echelon.memory.gist.dense import Layout, flatten
+from echelon.memory.gist import floats
+from echelon.memory.gist.packing import Layout, flatten, pack, unpack
 
 if TYPE_CHECKING:
     from echelon.memory.gist.functions import Window
@@ -22,7 +22,7 @@ def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
         return kernels.relu_and_mask(x, inplace=inplace)  # type: ignore[no-any-return]
     output = x.relu_() if inplace else x.relu()
     flat, layout = flatten(output)
-    return output, bits.pack(~(flat <= 0), 1), layout  # NaN passes gradients
+    return output, pack(~(flat <= 0), 1), layout  # NaN passes gradients
 
 
 def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, floats.Parts]:
@@ -39,7 +39,7 @@ def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
     kernels = _kernels(gradient)
     if kernels is not None and not torch.is_grad_enabled():
         return kernels.masked(gradient, mask, layout)  # type: ignore[no-any-return]
-    passes = bits.unpack(mask, 1, layout.size.numel()).to(gradient.dtype)
+    passes = unpack(mask, 1, layout.size.numel()).to(gradient.dtype)
     # The very operation of torch: its result lies in memory as that of torch does, and so do later sums.
     return _aten.threshold_backward(gradient, layout.shape(passes), 0)  # type: ignore[no-any-return]
 
@@ -54,7 +54,7 @@ def max_pool(x: Tensor, window: "Window") -> tuple[Tensor, Tensor]:
     row = (torch.div(indices, x.shape[-1], rounding_mode="floor") - rows) // window.dilation[0]
     column = (indices % x.shape[-1] - columns) // window.dilation[1]
     places = (row * window.kernel[1] + column).flatten()
-    return output, bits.pack(places, window.bits)
+    return output, pack(places, window.bits)
 
 
 def window_indices(places: Tensor, window: "Window", size: torch.Size, width: int) -> Tensor:
@@ -63,7 +63,7 @@ def window_indices(places: Tensor, window: "Window", size: torch.Size, width: in
     if kernels is not None:
         return kernels.window_indices(places, window, size, width)  # type: ignore[no-any-return]
     rows, columns = _corners(window, size, places.device)
-    codes = bits.unpack(places, window.bits, size.numel()).view(size).long()
+    codes = unpack(places, window.bits, size.numel()).view(size).long()
     row = rows + torch.div(codes, window.kernel[1], rounding_mode="floor") * window.dilation[0]
     return row * width + columns + codes % window.kernel[1] * window.dilation[1]
 

@@ -3,11 +3,12 @@
     forward     x ── linear ──          autograd saves x: it gets what x is encoded to
     backward    linear asks for x:      decoded, used, and gone
 
-What is left as it is: weights and buffers, inputs that need no gradient (whoever gave them holds them),
+What is left as it is: weights and buffers, inputs that need no gradient (their giver holds them),
 integers, what is small, and what must not be rounded (statistics.py). Memory that several operations save is
 encoded once.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -19,15 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from echelon.collectives.mesh import Mesh
 from echelon.memory.gist import backend, floats, sparse
-from echelon.memory.gist.dense import Layout, flatten, is_dense, overlap, shares_elements
-from echelon.memory.gist.functions import Window, max_pool2d, relu
-from echelon.memory.gist.marks import Memory
-from echelon.memory.gist.settings import Compression, is_encoded, is_off
+from echelon.memory.gist.compression import SMALLEST, Compression, Memory, is_encoded, is_off
+from echelon.memory.gist.functions import CompressedModule, Window, can_compress, max_pool2d, relu
+from echelon.memory.gist.packing import Layout, flatten, shares_elements
+from echelon.memory.storages import address_of, is_dense, overlap
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, current_hooks, is_recorded, replace
 from echelon.nn.autograd.second_run import once
 from echelon.nn.batch import tensors_of
-from echelon.nn.wrapping import Wrapper
+from echelon.nn.layering import listed_layers
+from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
+from echelon.parallel.observer import Observers, StepObserver
+from echelon.plan import Plan
 
 
 @final
@@ -71,15 +76,16 @@ class CompressedLayer(Wrapper):
         return self.__dict__ | {"_compression": None}
 
     def _held(self, inputs: list[Tensor]) -> dict[int, list[Tensor]]:
-        """What others hold, by storage: buffers, and inputs without gradients. An input with gradients may
-        have a part of the same storage, as one message of a pipeline has all inputs of a stage."""
+        """Return tensors that others hold, by storage: buffers, and inputs without gradients. An input with
+        gradients may have a part of the same storage, as one message of a pipeline has all inputs of a
+        stage."""
         tensors = [each for each in inputs if not each.requires_grad]
         for module in self._with_buffers:
             tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
         held: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                held.setdefault(int(tensor.untyped_storage()._cdata), []).append(tensor)
+                held.setdefault(address_of(tensor), []).append(tensor)
         return held
 
 
@@ -90,12 +96,12 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _most_numbers(inputs: list[Tensor]) -> int:
-    """Of the largest input of real numbers."""
+    """Return the number of elements of the largest floating-point input."""
     return max((each.numel() for each in inputs if each.is_floating_point()), default=0)
 
 
 class _Encoding(NamedTuple):
-    """What is kept in place of some memory."""
+    """Encoded elements of some memory."""
 
     parts: tuple[KeptTensor, ...]
     name: str  # of a format, or _SPARSE
@@ -112,7 +118,7 @@ _SPARSE = "sparse"
 
 
 class _Encoded(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """Held by autograd in place of a tensor."""
 
     encoding: _Encoding
     layout: Layout
@@ -123,8 +129,8 @@ class _Encoded(NamedTuple):
 
 @final
 class Saver:
-    """What one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as a model
-    of tokens, and the largest tensor that it has saved counts."""
+    """Encodes what one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as
+    a model of tokens, and the largest tensor that it has saved counts."""
 
     def __init__(
         self, compression: Compression, held: Mapping[int, Sequence[Tensor]], num_inputs: int
@@ -147,7 +153,7 @@ class Saver:
         base = tensor._base
         if shares_elements(tensor) or (base is not None and isinstance(base, nn.Parameter)):
             return None
-        address = int(tensor.untyped_storage()._cdata)
+        address = address_of(tensor)
         is_held = any(overlap(tensor, other) for other in self._held.get(address, ()))
         if is_held or self._is_exact(tensor, address):
             return None
@@ -167,7 +173,7 @@ class Saver:
         return _Encoded(encoding, layout)
 
     def _is_exact(self, tensor: Tensor, address: int) -> bool:
-        """Whether these numbers must not be rounded."""
+        """Return whether these numbers must not be rounded."""
         if self._compression.format is None or address in self._exact:
             return address in self._exact
         if is_power(tensor):
@@ -208,12 +214,12 @@ _OPERATIONS: Final = ("SoftmaxBackward", "LogsumexpBackward", "LogcumsumexpBackw
 
 
 def is_few(tensor: Tensor, num: int) -> bool:
-    """Whether the memory of a tensor is small beside `num` numbers."""
+    """Return whether the memory of a tensor is small beside `num` numbers."""
     return FEWER * tensor.untyped_storage().nbytes() <= num * tensor.element_size()
 
 
 def is_power(tensor: Tensor) -> bool:
-    """Whether the operation that made a tensor computes with its result again."""
+    """Return whether the operation that made a tensor computes with its result again."""
     made_by = tensor.grad_fn
     return made_by is not None and _is_listed(made_by.name())
 
@@ -254,3 +260,63 @@ class CompressedCalls(TorchFunctionMode):
     def _relu(self, func: Any, input: Tensor, inplace: bool = False) -> Tensor:
         self.seen = True
         return relu(input, self._compression, inplace=inplace or _RELUS[func])
+
+
+def compress_layers(
+    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping, observers: Observers
+) -> None:
+    """If the plan says so, let the layers that the stages list encode what they save; a model that lists
+    none, as a whole. Rank 0 says if there was nothing to encode."""
+    _unwrap_earlier(stages)
+    if mesh.plan.compress == "none":
+        return
+    compression = Compression.of(mesh.plan.compress)
+    for stage in stages:
+        inside = list(stage.modules())
+        for module in filter(can_compress, inside):
+            wrapping.wrap(CompressedModule(module, compression))
+        listed = [layer for layer in listed_layers(stage) if layer in inside]
+        for layer in dict.fromkeys(listed or [stage]):
+            if not can_compress(layer):
+                wrapping.wrap(CompressedLayer(layer, compression))
+    if mesh.rank == 0:
+        observers.add(CompressionReport(compression, mesh.plan, mesh.device))
+
+
+def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
+    """Take away what an engine that was not closed has put around the layers, or around other layers."""
+    for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
+        for kind in (CompressedLayer, CompressedModule):
+            previous: Wrapper | None = find_wrapper(module, kind)
+            if previous is not None:
+                unwrap(previous)
+
+
+@final
+class CompressionReport(StepObserver):
+    """Warns at the end of the first step if nothing was found to encode."""
+
+    def __init__(self, compression: Compression, plan: Plan, device: torch.device) -> None:
+        self._compression, self._plan, self._device = compression, plan, device
+        self._is_over = False
+
+    def after_step(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if not self._compression.found:
+            warnings.warn(
+                f"plan '{self._plan}': the layers of this rank save nothing that compress="
+                f"{self._plan.compress} encodes, so it saves no memory; compress=gist is for models with "
+                "ReLU and pooling, and compress=gist-fp16, gist-fp10 or gist-fp8 also for others"
+                f"{self._bound()}",
+                stacklevel=3,
+            )
+
+    def _bound(self) -> str:
+        if self._device.type != "cuda":
+            return ""
+        return (
+            f". Tensors below {SMALLEST['cuda'] >> 20} MiB stay as they are on a CUDA device: a microbatch "
+            "of more samples saves larger ones"
+        )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.memory.gist.bits import pack, unpack
+from echelon.memory.gist.packing import pack, unpack
 
 ROW = 256
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,19 +16,103 @@ by `limit`, and limits are tried from the largest to the smallest, until none th
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.memory.recompute.budget_model import (
-    Choice,
-    LayerCost,
-    Segments,
-    StageCosts,
-    evaluate,
-    uniform_choices,
-)
+Segments = tuple[tuple[int, int], ...]  # each from its first layer to before its last, in order
+
+
+class LayerCost(NamedTuple):
+    """One forward pass of one layer, measured."""
+
+    saved: int  # bytes that autograd saves in it
+    input: int  # bytes of its input
+    seconds: float
+    reused: int = 0  # bytes of what it saves that lie in its input
+    shared: int = 0  # bytes of what it saves that the layer before saves too
+    can_recompute: bool = True
+
+
+class StageCosts(NamedTuple):
+    """The layers of one stage, in order, and how many microbatches it keeps at once: before their backward
+    pass, and between its halves. `outside`: bytes that each keeps from code around the layers."""
+
+    layers: tuple[LayerCost, ...]
+    in_flight: int
+    waiting: int = 0
+    outside: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are kept whatever is chosen."""
+        between_halves = self.waiting * sum(layer.saved for layer in self.layers)
+        return between_halves + (self.in_flight + self.waiting) * self.outside
+
+
+class Choice(NamedTuple):
+    """For each stage its segments; what they cost and take."""
+
+    segments: tuple[Segments, ...]
+    seconds: float  # of forward passes that are made again, in a microbatch
+    peak: int  # bytes of the rank
+
+
+def evaluate(stages: Sequence[StageCosts], segments: Sequence[Segments]) -> Choice:
+    """Return a choice with its seconds and its peak of bytes."""
+    kept = [_kept_bytes(stage.layers, chosen) for stage, chosen in zip(stages, segments, strict=True)]
+    forward = sum(stage.in_flight * sum(each) for stage, each in zip(stages, kept, strict=True))
+    forward += sum(stage.fixed_bytes for stage in stages)
+    peak, seconds = forward, 0.0
+    for stage, chosen, each in zip(stages, segments, kept, strict=True):
+        total = sum(each)
+        behind = [total, *(total - before for before in accumulate(each))]
+        for begin, end in chosen:
+            again = 0 if stage.waiting else recomputed_bytes(stage.layers, begin, end)  # else counted above
+            peak = max(peak, forward - behind[end] + again)
+            seconds += sum(layer.seconds for layer in stage.layers[begin:end])
+    return Choice(tuple(segments), seconds, peak)
+
+
+def recomputed_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
+    """Return the bytes of a segment, beside its input, when it has been computed again."""
+    inside = sum(layer.saved for layer in layers[begin:end])
+    return inside - layers[begin].reused - sum(layer.shared for layer in layers[begin + 1 : end])
+
+
+def uniform_choices(stages: Sequence[StageCosts], longest: int | None = None) -> Iterator[Choice]:
+    """No segments; then every layer in segments of one length, for each length up to `longest`."""
+    yield evaluate(stages, [() for _ in stages])
+    most = max((len(stage.layers) for stage in stages), default=0)
+    for length in range(1, min(most, longest or most) + 1):
+        yield evaluate(stages, [tuple(_cut(stage.layers, length)) for stage in stages])
+
+
+def _cut(layers: Sequence[LayerCost], length: int) -> Iterator[tuple[int, int]]:
+    """Segments of `length` layers, or fewer where a layer that cannot be recomputed follows."""
+    begin = 0
+    for index in range(len(layers) + 1):
+        is_stop = index == len(layers) or not layers[index].can_recompute
+        if is_stop or index - begin == length:
+            if index > begin:
+                yield begin, index
+            begin = index + is_stop
+
+
+def _kept_bytes(layers: Sequence[LayerCost], segments: Segments) -> list[int]:
+    """Return the bytes that one microbatch keeps of each layer from its forward to its backward pass."""
+    kept: list[int] = []
+    first_of = {index: begin for begin, end in segments for index in range(begin, end)}
+    for index, layer in enumerate(layers):
+        if index in first_of:
+            kept.append(layer.input if first_of[index] == index else 0)
+        else:
+            follows_kept = index > 0 and index - 1 not in first_of
+            kept.append(layer.saved - (layer.shared if follows_kept else 0))
+    return kept
+
 
 _LEVELS = 256  # labels of one layer
 _FEW_LEVELS = 32  # where only bytes matter
@@ -92,7 +176,8 @@ class _Problem(NamedTuple):
         return cls(stages, layers, in_flight, last, seconds, recomputed, budget, passed, most)
 
     def room(self, limit: int, kept: _Integers) -> _Floats:
-        """What a segment may take when it is computed again, if `kept` bytes are kept up to its input."""
+        """Return how much a segment may take when it is computed again, if `kept` bytes are kept up to its
+        input."""
         return np.asarray(self.budget - limit + self.passed * (limit - kept), dtype=np.float64)
 
 
@@ -121,7 +206,7 @@ class _Labels:
         return self.seconds[layer, is_kept, columns], self.kept[layer, is_kept, columns], numbers
 
     def at(self, layer: int) -> tuple[_Floats, _Integers, _Integers]:
-        """Those of both kinds: in each level, of the faster."""
+        """Return the labels of both kinds: in each level, the faster."""
         return self.of_kind(layer, self.seconds[layer].argmin(axis=0))
 
     def by_level(
@@ -221,7 +306,7 @@ def _last_end(problem: _Problem, begin: int) -> int:
 
 
 def _choices(problem: _Problem, labels: _Labels) -> Iterator[Choice]:
-    """What the labels of the last layer stand for, the fastest first."""
+    """Return the choices of the last layer's labels, the fastest first."""
     seconds, _, numbers = labels.at(len(problem.layers))
     for level in np.argsort(seconds, kind="stable"):
         if np.isfinite(seconds[level]):

@@ -13,27 +13,28 @@ Ranks along `expert` do so too, and each has microbatches of its own: before eac
 shapes of the largest one, for which all of them choose.
 """
 
-import weakref
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.memory.recompute.budget_model import LayerCost, Segments, StageCosts
-from echelon.memory.recompute.layer_call import weight_storages
+from echelon.errors import UserError
+from echelon.memory.recompute.budget import LayerCost, Segments, StageCosts, choose, evaluate, least_bytes
 from echelon.memory.recompute.measured_layers import LayerInput, LayerMeasurement, SavedBytes
-from echelon.memory.recompute.segment import RecomputedLayer, Run, SegmentSettings
-from echelon.nn.wrapping import Wrapping
+from echelon.memory.recompute.segment import LayerRuns, RecomputedLayer, SegmentSettings
+from echelon.memory.storages import weight_storages
+from echelon.parallel.observer import ForwardPass, StepObserver
 
 Agree = Callable[[Sequence[float]], list[float]]
 Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage is called with
 
 
 class BudgetSettings(NamedTuple):
-    """What a plan says about a budget. `agree_shapes`: as `agree`, of ranks that have microbatches of
+    """The budget of a plan. `agree_shapes`: as `agree`, of ranks that have microbatches of
     their own; None where no such ranks communicate inside of layers. `longest`: how many layers a segment
     may have."""
 
@@ -44,7 +45,7 @@ class BudgetSettings(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """What a measured forward pass has shown."""
+    """The measurements of one forward pass."""
 
     shapes: Shapes
     layers: list[LayerMeasurement]
@@ -54,7 +55,7 @@ class StagePass(NamedTuple):
 
 
 @final
-class BudgetedStage:
+class BudgetedStage(LayerRuns):
     """Calls the layers of one stage, alone or in runs."""
 
     def __init__(
@@ -66,8 +67,8 @@ class BudgetedStage:
         in_flight: tuple[int, int],
     ) -> None:
         """`in_flight`: microbatches before their backward pass, and between its halves."""
-        self._settings, self._budget, self._in_flight = settings, budget, in_flight
-        self.layers = [RecomputedLayer(layer, name, self) for layer, name in zip(layers, names, strict=True)]
+        super().__init__(layers, names, settings)
+        self._budget, self._in_flight = budget, in_flight
         self.choices: dict[Shapes, Segments] = {}
         self.measured: dict[Shapes, StagePass] = {}  # in this step
         self._agreed: Shapes | None = None  # of the largest microbatch of ranks that each have their own
@@ -76,11 +77,6 @@ class BudgetedStage:
         self._pass: StagePass | None = None  # that is measured
         self._outside = SavedBytes()  # of the forward pass that runs
         self._seen: set[Shapes] = set()  # what the stage was called with in passes that were measured
-        self._open: weakref.ref[Run] | None = None  # what the next layer goes on with
-
-    def wrap(self, wrapping: Wrapping) -> None:
-        for layer in self.layers:
-            wrapping.wrap(layer)
 
     def call(self, layer: RecomputedLayer, args: Any, kwargs: Any) -> Any:
         place = self.layers.index(layer)
@@ -111,17 +107,6 @@ class BudgetedStage:
         else:
             self._pass = StagePass(shapes, [], SavedBytes(), self._outside, [])
 
-    def _run(self, place: int, *, follows: bool) -> Run:
-        run = None if self._open is None else self._open()
-        goes_on = run is not None and follows and run.last is self.layers[place - 1]
-        return run if run is not None and goes_on else Run(self._settings)
-
-    def _call_in(self, run: Run, layer: RecomputedLayer, args: Any, kwargs: Any) -> Any:
-        self._open = None
-        output = run.call_first(layer, args, kwargs)
-        self._open = weakref.ref(run)
-        return output
-
     # A pass that is measured.
 
     def _call_measured(self, measured: StagePass, place: int, args: Any, kwargs: Any) -> Any:
@@ -130,16 +115,16 @@ class BudgetedStage:
         measurement = LayerMeasurement(
             layer.name,
             (args, kwargs),
-            self._settings.checkpoints,
+            self.settings.inputs,
             layer.history.weight_storages() | measured.outside.storages.keys(),
-            self._settings.device,
+            self.settings.device,
         )
         is_new, run.watch = run.last is None, measurement.saving
         with measurement.timed():
             output = self._call_in(run, layer, args, kwargs)
         run.watch = None
         measurement.returned(output)
-        if place == len(measured.layers):  # and not out of turn
+        if place == len(measured.layers):  # and not out of order
             measured.layers.append(measurement)
             begin = place if is_new else measured.segments.pop()[0]
             measured.segments.append((begin, place + 1))
@@ -148,8 +133,9 @@ class BudgetedStage:
         return output
 
     def _goes_on(self, measured: StagePass, place: int) -> bool:
-        """Whether a layer belongs to the segment before it: segments of single layers would keep too many
-        inputs, and this one does not yet save half of the budget. Later layers are mostly as the last."""
+        """Return whether a layer belongs to the segment before it: segments of single layers would keep too
+        many inputs, and this one does not yet save half of the budget. Later layers are mostly as the
+        last."""
         if not measured.segments or measured.segments[-1][1] != place:
             return False
         begin, _ = measured.segments[-1]
@@ -194,7 +180,8 @@ class BudgetedStage:
         self.measured.clear()
 
     def costs(self, measured: StagePass) -> StageCosts:
-        """What ranks that run the same segments have measured, the largest of each."""
+        """Return the costs of a stage: of each, the largest that ranks which run the same segments have
+        measured."""
         layers = measured.layers
         previous = [None, *layers]
         costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
@@ -214,8 +201,8 @@ class BudgetedStage:
 
 
 def _outside_bytes(saved: SavedBytes, elsewhere: Sequence[Mapping[int, LayerInput]]) -> int:
-    """What code around the layers saves, and what it hands to them: the same memory counts once, and every
-    copy that a checkpoint takes."""
+    """Return the bytes that code around the layers saves, or passes to them: the same memory counts once, and
+    every copy that is kept of an input."""
     inputs = [item for each in elsewhere for item in each.items()]
     alive = saved.storages | {key: each.kept_bytes for key, each in inputs if each.keeps_memory}
     return sum(alive.values()) + sum(each.kept_bytes for _, each in inputs if not each.keeps_memory)
@@ -231,7 +218,7 @@ def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCo
 
 
 def _numbers(cost: LayerCost) -> list[float]:
-    """Those that are the worse the larger they are."""
+    """Return the numbers of a cost so that larger is worse."""
     return [cost.saved, cost.input, cost.seconds, -cost.reused, -cost.shared]
 
 
@@ -259,3 +246,70 @@ def _is_no_larger(shapes: Shapes, others: Shapes) -> bool:
         and all(a <= b for a, b in zip(shape, other, strict=True))
         for (shape, dtype), (other, other_dtype) in zip(shapes, others, strict=True)
     )
+
+
+@final
+class RankBudget(StepObserver):
+    """The budget of a rank, and its stages by number, each with its module."""
+
+    def __init__(
+        self, settings: BudgetSettings, stages: Mapping[int, tuple[BudgetedStage, nn.Module]], plan: str
+    ) -> None:
+        self._settings, self._by_number, self._plan = settings, stages, plan
+        self._stages = [stage for stage, _ in stages.values()]
+        self._costs: dict[BudgetedStage, StageCosts] = {}  # of the newest shapes
+        self._measured: dict[BudgetedStage, Segments] = {}  # the segments in which they were measured
+        self._error: UserError | None = None
+        self._is_first = True
+
+    def around_layers(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        stage, module = self._by_number[forward.slot[0]]
+        return stage.during_forward(module, forward.value)
+
+    def around_loss(self, forward: ForwardPass) -> AbstractContextManager[None]:
+        stage, _ = self._by_number[forward.slot[0]]
+        return stage.during_loss()
+
+    def after_passes(self) -> None:
+        """The passes of a step are over: choose for the shapes that it has measured. Ranks that run the same
+        segments call this together."""
+        measured = [(stage, each) for stage in self._stages for each in stage.measured.values()]
+        for stage, each in measured:
+            self._costs[stage], self._measured[stage] = stage.costs(each), tuple(each.segments)
+        if measured and len(self._costs) == len(self._stages):
+            chosen = dict(zip(self._costs, self._choose(), strict=True))
+            for stage, each in measured:
+                stage.choices[each.shapes] = chosen[stage]
+        for stage in self._stages:
+            stage.finish_step()
+        self._is_first = False
+
+    def _choose(self) -> Sequence[Segments]:
+        costs, measured = list(self._costs.values()), list(self._measured.values())
+        longest, budget = self._settings.longest, self._settings.num_bytes
+        choice = choose(costs, budget, longest=longest)
+        if choice is None:
+            self._tell(least_bytes(costs, longest))
+            return measured
+        taken = evaluate(costs, measured).peak
+        if taken > budget:  # the measurement itself
+            self._tell(taken)
+        return choice.segments
+
+    def _tell(self, needed: int) -> None:
+        """The budget is too small: for a training, or for a batch in the middle of one."""
+        message = (
+            f"plan '{self._plan}': recompute=budget:{self._settings.num_bytes} is less than what a rank must "
+            f"keep for the backward pass even if layers are computed again, at least {needed} bytes; set "
+            f"budget:{needed} or more, or make microbatches smaller"
+        )
+        if self._is_first:
+            self._error = UserError(message)
+        else:  # ranks of other stages go on, and would wait
+            warnings.warn(f"{message}; this batch takes as little as it can", stacklevel=2)
+
+    def check_first_step(self) -> None:
+        """Raise if the first step has shown that the budget is too small."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

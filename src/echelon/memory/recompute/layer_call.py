@@ -4,20 +4,150 @@ LayerCall       of one call, which the second run uses up
 LayerHistory    of one layer: what its first call has shown that it changes
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from echelon.errors import UserError
-from echelon.memory.recompute.arguments import Arguments, Outputs
-from echelon.memory.recompute.second_run_check import OutputPrint, SecondRunCheck
-from echelon.memory.recompute.surroundings import Surroundings
+from echelon.memory.recompute.saved_inputs import ArgumentName, Kept, SavedInputs
+from echelon.memory.recompute.second_run import OutputPrint, SecondRunCheck, Surroundings
+from echelon.memory.storages import storages_of, weight_storages
+from echelon.nn.autograd.in_place import enter
 from echelon.nn.autograd.saved_tensors import Hooks
 from echelon.nn.autograd.second_run import Tape
+
+if TYPE_CHECKING:
+    from echelon.memory.recompute.segment import RecomputedLayer, SegmentSettings
+
+
+@final
+class Outputs:
+    """The tensors that a layer has returned, without keeping them alive."""
+
+    def __init__(self, output: Any) -> None:
+        tensors = [(n, t) for n, t in enumerate(tree_leaves(output)) if isinstance(t, Tensor)]
+        self._tensors = [(number, weakref.ref(tensor), tensor._version) for number, tensor in tensors]
+
+    def find(self, tensor: Tensor) -> int | None:
+        """Which output it is; None for another tensor, and for an output that was changed since."""
+        for number, output, version in self._tensors:
+            if output() is tensor and tensor._version == version:
+                return number
+        return None
+
+
+class _Reference(NamedTuple):
+    """An output of the call before, by its number."""
+
+    output: int
+
+
+class _Same(NamedTuple):
+    """The same tensor as an argument before it, by its number."""
+
+    argument: int
+
+
+class _SavedInput(NamedTuple):
+    """A tensor that is kept."""
+
+    kept: Kept
+    requires_grad: bool
+    is_leaf: bool
+
+    def take(self) -> Tensor:
+        # Not a leaf where the layer has seen none: it may change its input in place.
+        tensor = self.kept.take().detach().requires_grad_(self.requires_grad)
+        return tensor if self.is_leaf else enter(tensor)
+
+
+@final
+class Arguments:
+    """The arguments of one call. `keep` is called after the first run, and `rebuild` before the second.
+
+    `changed`: the arguments that the layer changes in place, of which copies are taken before it does; None
+    where that is not known yet.
+    """
+
+    def __init__(
+        self, args: Any, kwargs: Any, previous: Outputs | None, changed: frozenset[int] | None, name: str
+    ) -> None:
+        self._name = name
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._leaves: list[Any] = [_as_argument(leaf, leaves, n, previous) for n, leaf in enumerate(leaves)]
+        _check_opaque(self._leaves, name)
+        self._versions = {number: tensor._version for number, tensor in self._tensors()}
+        self._copies = {
+            number: tensor.detach().clone()
+            for number, tensor in self._tensors()
+            if changed is None or number in changed
+        }
+
+    def _tensors(self) -> Iterator[tuple[int, Tensor]]:
+        return ((number, leaf) for number, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor))
+
+    def storages(self, inputs: SavedInputs) -> set[int]:
+        """Where the tensors lie that are kept as they are."""
+        return storages_of(
+            tensor
+            for number, tensor in self._tensors()
+            if inputs.keeps_memory(tensor, ArgumentName(self._name, number))
+        )
+
+    def keep(self, inputs: SavedInputs, hooks: Hooks | None) -> frozenset[int]:
+        """The first run is over: keep what it was called with. Returns which tensors it has changed."""
+        changed = frozenset(n for n, tensor in self._tensors() if tensor._version != self._versions[n])
+        for number, tensor in list(self._tensors()):
+            value = self._copies.get(number, tensor) if number in changed else tensor
+            kept = inputs.keep(value, hooks, ArgumentName(self._name, number))
+            self._leaves[number] = _SavedInput(kept, tensor.requires_grad, tensor.is_leaf)
+        self._copies = {}
+        return changed
+
+    def rebuild(self, output: Any) -> tuple[Any, Any]:
+        """The arguments of the second run, in which the call before has returned `output`."""
+        outputs = tree_leaves(output)
+        leaves: list[Any] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, _Reference):
+                leaves.append(outputs[leaf.output])
+            elif isinstance(leaf, _Same):
+                leaves.append(leaves[leaf.argument])
+            else:
+                leaves.append(leaf.take() if isinstance(leaf, _SavedInput) else leaf)
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+def _as_argument(leaf: Any, leaves: list[Any], number: int, previous: Outputs | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    output = None if previous is None else previous.find(leaf)
+    if output is not None:
+        return _Reference(output)
+    first = next(n for n, other in enumerate(leaves) if other is leaf)
+    return leaf if first == number else _Same(first)
+
+
+def _check_opaque(leaves: list[Any], name: str) -> None:
+    """Objects with tensors inside that torch cannot see would hold on to the graph, and be changed twice."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
+            continue
+        inside = tree_leaves(list(vars(leaf).values()))
+        if any(isinstance(each, Tensor) and each.requires_grad for each in inside):
+            raise UserError(
+                f"recompute: {name} takes a {type(leaf).__name__} that holds tensors with gradients, which "
+                "cannot be kept for a second run; pass the tensors themselves, in tuples or dicts, or "
+                "register the class with torch.utils._pytree.register_pytree_node"
+            )
+
 
 # Buffers that a layer's forward changes: its second run starts from their values of before the first, and
 # leaves the real ones as they are.
@@ -36,7 +166,7 @@ class _Before(NamedTuple):
 
 
 class BuffersBefore(NamedTuple):
-    """Those of a layer before a call. `changing`: those that calls of this mode change; None in the first."""
+    """Buffers of a layer before a call. `changing`: those that this mode changes; None in its first call."""
 
     states: Mapping[Slot, _Before]
     mode: Mode
@@ -110,8 +240,8 @@ def _has_changed(slot: Slot, before: _Before) -> bool:
 
 
 def _unmarked(states: Mapping[Slot, _Before], changed: set[Slot]) -> set[Slot]:
-    """What changed without a mark, as statistics that a forward hands to `batch_norm` itself. What its module
-    holds beside it may have kept its value by chance. Reads the device."""
+    """Return buffers that changed without a new version, as statistics that a forward passes to `batch_norm`
+    itself. Others of the same module may have kept their values by chance. Reads the device."""
     rest = {slot: state for slot, state in states.items() if slot not in changed}
     modules = {slot[0] for slot, state in rest.items() if _has_new_value(state)}
     return {slot for slot in rest if slot[0] in modules}
@@ -123,14 +253,10 @@ def _has_new_value(before: _Before) -> bool:
     return not torch.equal(before.tensor, before.copy)
 
 
-if TYPE_CHECKING:
-    from echelon.memory.recompute.segment import RecomputedLayer, SegmentSettings
-
-
 @final
 class LayerHistory:
-    """What is known of a layer. In its first call, everything that a forward may change is copied before; so
-    it is in the first call of any other mode."""
+    """Learned from earlier calls of a layer. In its first call, everything that a forward may change is
+    copied before; so it is in the first call of any other mode."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.modules, self.name = list(module.modules()), name
@@ -142,19 +268,6 @@ class LayerHistory:
 
     def weight_storages(self) -> set[int]:
         return weight_storages(self.modules)
-
-
-def weight_storages(modules: Iterable[nn.Module]) -> set[int]:
-    """Those of parameters and buffers, as the modules have them now."""
-    tensors: list[Tensor | None] = []
-    for module in modules:
-        tensors += [*module._parameters.values(), *module._buffers.values()]
-    with torch._C.DisableTorchFunctionSubclass():
-        return {
-            tensor.untyped_storage()._cdata
-            for tensor in tensors
-            if tensor is not None and tensor.layout == torch.strided
-        }
 
 
 @final
@@ -178,12 +291,13 @@ class LayerCall:
         self._buffers: BufferStates = {}
 
     def kept_storages(self) -> set[int]:
-        checkpoints = self._settings.checkpoints
-        return self._arguments.storages(checkpoints) | self.layer.history.weight_storages()
+        inputs = self._settings.inputs
+        return self._arguments.storages(inputs) | self.layer.history.weight_storages()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         history = self.layer.history
+        # Both before the forward: it may draw random numbers and change buffers.
         self._surroundings = Surroundings(history.modules, self._settings)
         buffers = history.buffers.before(self._mode)
         with self._tape.record():
@@ -194,7 +308,7 @@ class LayerCall:
     def finish(self, output: Any, hooks: Hooks | None) -> None:
         """The first run is over: keep the arguments."""
         history = self.layer.history
-        changed = self._arguments.keep(self._settings.checkpoints, hooks)
+        changed = self._arguments.keep(self._settings.inputs, hooks)
         if not changed <= history.changed_arguments.setdefault(self._mode, changed):
             raise UserError(
                 f"recompute: {history.name} changes an argument in place that it has not changed in its "
@@ -218,7 +332,7 @@ class LayerCall:
             yield
 
     def compare(self, output: Any, check: SecondRunCheck) -> bool:
-        """Whether as many tensors were returned; their values are compared at the end of the step."""
+        """Return whether as many tensors were returned; their values are compared at the end of the step."""
         if self._print is None:
             return True
         again = OutputPrint(output)

@@ -1,5 +1,5 @@
-"""What one forward pass through the layers of a stage takes: bytes that autograd saves, bytes of inputs, and
-seconds, layer by layer.
+"""Measures one forward pass through a stage, layer by layer: bytes that autograd saves, bytes of inputs, and
+seconds.
 
 A layer is measured while it runs as one that drops what it saves: `saving` is told of each tensor. Seconds of
 a CUDA device are read when the pass is over, and not in between.
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.memory.recompute.budget_model import LayerCost
-from echelon.memory.recompute.checkpoints import ArgumentName, Checkpoints
+from echelon.memory.recompute.budget import LayerCost
+from echelon.memory.recompute.saved_inputs import ArgumentName, SavedInputs
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, observe
 from echelon.nn.tracing import untraced
 
 
 class LayerInput(NamedTuple):
-    """What a checkpoint of a layer's argument takes, and whether it is in the argument's own memory."""
+    """The bytes that a saved input takes, and whether they are the argument's own memory."""
 
     kept_bytes: int
     keeps_memory: bool
@@ -33,7 +33,7 @@ class LayerMeasurement:
     """One layer of one pass."""
 
     def __init__(
-        self, name: str, arguments: Any, checkpoints: Checkpoints, excluded: set[int], device: torch.device
+        self, name: str, arguments: Any, inputs: SavedInputs, excluded: set[int], device: torch.device
     ) -> None:
         """`excluded`: storages of weights and buffers, which are no activations, and of what is counted."""
         self._excluded, self._device = excluded, device
@@ -42,7 +42,7 @@ class LayerMeasurement:
             for storage in _storages([leaf]):
                 argument = ArgumentName(name, number)
                 self.inputs[storage] = LayerInput(
-                    checkpoints.kept_bytes(leaf, argument), checkpoints.keeps_memory(leaf, argument)
+                    inputs.kept_bytes(leaf, argument), inputs.keeps_memory(leaf, argument)
                 )
         self.saved: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
@@ -72,7 +72,7 @@ class LayerMeasurement:
         self._read_seconds = read
 
     def returned(self, output: Any) -> None:
-        """What of the outputs, which the next layer takes, is saved."""
+        """Note the storages of the outputs, which the next layer takes."""
         self.outputs = _storages(tree_leaves(output))
 
     @property
@@ -109,7 +109,7 @@ class LayerMeasurement:
 
 @final
 class SavedBytes:
-    """What autograd saves in other places than layers: around them, and in the loss."""
+    """Bytes that autograd saves outside of layers: around them, and in the loss."""
 
     def __init__(self, excluded: AbstractSet[int] = frozenset()) -> None:
         """`excluded`: storages of weights and buffers, which are no activations."""

@@ -10,17 +10,19 @@ again in the first half only. What a second run must find as the first did is in
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Protocol, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.memory.recompute.checkpoints import Checkpoints
 from echelon.memory.recompute.layer_call import LayerCall, LayerHistory
-from echelon.memory.recompute.second_run_check import SecondRunCheck
+from echelon.memory.recompute.saved_inputs import SavedInputs
+from echelon.memory.recompute.second_run import SecondRunCheck
+from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, current_observer, replace
 from echelon.nn.autograd.second_run import TapeEndedError
 from echelon.nn.sequence import View
@@ -29,46 +31,52 @@ from echelon.nn.wrapping import Wrapper, Wrapping
 
 
 class SegmentSettings(NamedTuple):
-    """What the segments of a stage share. `during`: what is around the second run of a layer."""
+    """Shared by the segments of a stage. `during`: a context around the second run of a layer."""
 
     device: torch.device
     view: View
     check: SecondRunCheck
-    checkpoints: Checkpoints
+    inputs: SavedInputs
     during: Callable[[nn.Module], AbstractContextManager[None]]
 
 
-class SegmentCaller(Protocol):
-    """Calls a layer, alone or in one run with those before it."""
-
-    def call(self, layer: "RecomputedLayer", args: Any, kwargs: Any) -> Any: ...
-
-
-@final
-class Segment:
-    """Consecutive layers. One that is called out of turn begins a run of its own."""
+class LayerRuns(ABC):
+    """Layers that are called alone, or in one run with the layers before them."""
 
     def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], settings: SegmentSettings) -> None:
         self.settings = settings
         self.layers = [RecomputedLayer(layer, name, self) for layer, name in zip(layers, names, strict=True)]
-        self._open: weakref.ref[Run] | None = None  # what the next layer goes on with
+        # The run that the next layer may join. Weak: autograd holds a run as long as a place of it is needed.
+        self._open: weakref.ref[Run] | None = None
 
     def wrap(self, wrapping: Wrapping) -> None:
         for layer in self.layers:
             wrapping.wrap(layer)
 
+    @abstractmethod
     def call(self, layer: "RecomputedLayer", args: Any, kwargs: Any) -> Any:
-        run = self._run_of(layer)
-        self._open = None
+        """Call a layer in place of its forward."""
+
+    def _run(self, place: int, *, follows: bool) -> "Run":
+        """Return the open run if the layer at `place` `follows` its last one, or else a new run."""
+        run = None if self._open is None else self._open()
+        joins = run is not None and follows and run.last is self.layers[place - 1]
+        return run if run is not None and joins else Run(self.settings)
+
+    def _call_in(self, run: "Run", layer: "RecomputedLayer", args: Any, kwargs: Any) -> Any:
+        self._open = None  # if the layer raises, no other layer joins its run
         output = run.call_first(layer, args, kwargs)
         self._open = weakref.ref(run)
         return output
 
-    def _run_of(self, layer: "RecomputedLayer") -> "Run":
-        run = None if self._open is None else self._open()
+
+@final
+class Segment(LayerRuns):
+    """Consecutive layers. One that is called out of order begins a run of its own."""
+
+    def call(self, layer: "RecomputedLayer", args: Any, kwargs: Any) -> Any:
         place = self.layers.index(layer)
-        follows = run is not None and place > 0 and run.last is self.layers[place - 1]
-        return run if run is not None and follows else Run(self.settings)
+        return self._call_in(self._run(place, follows=place > 0), layer, args, kwargs)
 
 
 @final
@@ -78,10 +86,10 @@ class RecomputedLayer(Wrapper):
 
     entry: ClassVar[str] = "recompute"
 
-    def __init__(self, module: nn.Module, name: str, segment: SegmentCaller) -> None:
+    def __init__(self, module: nn.Module, name: str, segment: LayerRuns) -> None:
         super().__init__(module)
         self.name = name
-        self._segment: SegmentCaller | None = segment
+        self._segment: LayerRuns | None = segment
         self.history = LayerHistory(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +102,7 @@ class RecomputedLayer(Wrapper):
 
 
 class Form(NamedTuple):
-    """What must be the same in a second run."""
+    """The part of a saved tensor that a second run must repeat."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -110,13 +118,15 @@ class Run:
 
     def __init__(self, settings: SegmentSettings) -> None:
         self._settings = settings
-        self.watch: Callable[[Tensor], None] | None = None  # is told of what autograd saves in the first run
+        self.watch: Callable[[Tensor], None] | None = None  # called with what autograd saves in the first run
         self._hooks, self._observer = current_hooks(), current_observer()
         self._calls: list[LayerCall] = []
-        self.last: RecomputedLayer | None = None  # the one after it may go on with this run
+        self.last: RecomputedLayer | None = None  # the layer after it may join this run
         self._kept_storages: set[int] = set()
+        # Places are numbered in the order in which autograd saves: the second run saves in the same order, so
+        # that its n-th tensor is that of place n. Forms are compared, since a forward may not do the same.
         self.forms: list[Form | None] = []  # of each tensor that autograd saves; None: it is kept
-        self.places: set[int] = set()  # those that somebody may still ask for
+        self.places: set[int] = set()  # those that autograd still holds
         self._filled: dict[int, KeptTensor] | None = None
         self._pending: list[Place] = []
 
@@ -126,11 +136,11 @@ class Run:
         previous = self._calls[-1].outputs if self._calls else None
         call = LayerCall(layer, args, kwargs, previous, self._settings)
         self._kept_storages |= call.kept_storages()
-        pack = self._pack  # one object, which hooks are known by
+        pack = self._pack  # one object: hooks are compared by identity
         try:
             with replace(pack, _take), call.first_run():
                 output = layer.inner(*args, **kwargs)
-        finally:
+        finally:  # until here the layer itself may have differentiated something
             for place in self._pending:
                 place.tensor = None
             self._pending = []
@@ -143,7 +153,8 @@ class Run:
     def _pack(self, tensor: Tensor) -> "KeptTensor | Place":
         if self.watch is not None:
             self.watch(tensor)
-        if storage_of(tensor) in self._kept_storages:  # it is there anyway
+        # What is kept anyway (inputs, weights) takes no memory if autograd saves it too.
+        if tensor.layout is torch.strided and address_of(tensor) in self._kept_storages:
             self.forms.append(None)
             return KeptTensor(tensor, self._hooks)
         number = len(self.forms)
@@ -157,8 +168,8 @@ class Run:
 
     def take(self, number: int) -> Tensor:
         if self._filled is None:
-            self._filled = self._run_again()
-            self._calls, self.last = [], None  # no layer goes on with a run that is over
+            self._filled = self._run_again()  # at the first place that is asked for, in autograd's thread
+            self._calls, self.last = [], None  # no layer joins a run that is over
         return self._filled[number].take()
 
     def release(self, number: int) -> None:
@@ -187,7 +198,7 @@ class Run:
 
 
 class Place:
-    """What autograd holds instead of a tensor. Until the layer has returned, the tensor is still here: the
+    """Held by autograd in place of a tensor. Until the layer has returned, the tensor is still here: the
     layer may differentiate something itself."""
 
     __slots__ = ("_number", "_run", "tensor")
@@ -205,7 +216,7 @@ class Place:
 
 
 class AllRecorded(BaseException):
-    """A second run has computed all that was asked for."""
+    """A second run has computed all that is needed. Not an Exception: a layer may catch those."""
 
 
 class Recorder:
@@ -250,8 +261,3 @@ class Recorder:
 @untraced
 def _take(saved: KeptTensor | Place) -> Tensor:
     return saved.take()
-
-
-def storage_of(tensor: Tensor) -> int | None:
-    """Which storage a tensor lies in; None for what has none."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None

@@ -265,7 +265,7 @@ def _cudnn_backward(queries: QueryState, key: Tensor, value: Tensor, causal: boo
 
 @functools.cache
 def _cudnn_sums_have_width(device: torch.device) -> bool:
-    """Whether log-sums are [batch, heads, s, 1]: that depends on the version of torch."""
+    """Return whether log-sums are [batch, heads, s, 1]: that depends on the version of torch."""
     probe = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     sums: Tensor = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True)[1]
     return sums.ndim == probe.ndim

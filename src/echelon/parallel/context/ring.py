@@ -123,7 +123,7 @@ class Exchange(NamedTuple):
     handle: Handle
 
     def wait(self) -> list[Tensor]:
-        """What the source of each message has sent."""
+        """Return the tensors that the source of each message has sent."""
         self.handle.wait()
         return [self.incoming[place] for place in self.places]
 
@@ -203,7 +203,7 @@ class _Backward:
         return Gradients(self._for_query, *returning.finish())
 
     def _gradients_of(self, block: RingBlock) -> Tensor:
-        """What this rank's queries contribute to the gradients of these keys and values."""
+        """Return the share of this rank's queries in the gradients of these keys and values."""
         rows, columns, causal = block_of(self._group.rank, block.source, self._length)
         gradients = torch.empty_like(block.tensor, dtype=self._for_query.dtype)
         gradients[:, :, :, columns.stop :].zero_()

@@ -62,7 +62,7 @@ def check_worker_norms(modules: Iterable[nn.Module], plan: Plan, *, is_start: bo
 
 
 def talks_in_forward(module: nn.Module) -> bool:
-    """Whether replicas talk in the forward pass of `module`, so that each must run it."""
+    """Return whether replicas talk in the forward pass of `module`, so that each must run it."""
     wrappers = (find_wrapper(inner, WholeBatchNorm) for inner in module.modules())
     return any(wrapper is not None and wrapper.group.size > 1 for wrapper in wrappers)
 
@@ -172,7 +172,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _gathered(local: Tensor, group: Group) -> Tensor:
-    """What every replica has, [replicas, …]. A forward that runs again is given the answer of the first."""
+    """Gather the numbers of every replica, [replicas, …]."""
     gathered = local.new_empty(group.size, len(local))
     with group.ledger.about(_SUBJECT):
         group.all_gather(gathered, local)

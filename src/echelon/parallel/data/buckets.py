@@ -57,8 +57,8 @@ def restore_gradient_dtype(parameter: nn.Parameter) -> None:
 
 
 def _setting(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype | None:
-    """What to set for gradients of `dtype`: the parameter's own type, once set, would outlast a conversion.
-    None is: as computed."""
+    """Return the `grad_dtype` for gradients of `dtype`: None (as computed) for the parameter's own type,
+    which, once set, would outlast a conversion of the parameter."""
     return None if dtype == parameter.dtype else dtype
 
 
@@ -114,7 +114,7 @@ class GradientMemory(ABC):
         """Nothing that was issued before needs the values any more, or has not been waited for."""
 
     def storages(self) -> list[Tensor]:
-        """What is held while no gradient is on its way."""
+        """Return the buffers that are held while no gradient is there."""
         return []
 
 
@@ -185,7 +185,7 @@ class Bucket:
         }
 
     def reallocate(self) -> None:
-        """Move to new memory; whoever has a view of the old keeps that."""
+        """Move to new memory; views of the old keep that."""
         self.buffer = self.buffer.clone()
         self.views = self._cut(self.views)
 

@@ -19,7 +19,7 @@ SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking 
 
 
 class _Mark(NamedTuple):
-    """What changes when a buffer does: which tensor it is, and its version."""
+    """The identity and the version of a buffer: one of them changes when it does."""
 
     tensor: "weakref.ref[Tensor]"
     version: int

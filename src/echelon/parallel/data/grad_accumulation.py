@@ -39,13 +39,13 @@ def hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Re
 
 @final
 class Accumulation:
-    """What the matrices of one parameter set ask. `is_open`: no one is waiting for these gradients."""
+    """Says whether matrices of a parameter set may add. `is_open`: no sum waits for their gradients."""
 
     def __init__(self) -> None:
         self.is_open = False
 
     def may_add(self, weight: Tensor) -> bool:
-        """Whether all that would become of a gradient of `weight` is to be added to another."""
+        """Return whether all that would become of a gradient of `weight` is to be added to another."""
         total = weight.grad
         if not self.is_open or total is None or not weight.requires_grad or torch.is_grad_enabled():
             return False
@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _use(node: Any) -> bool | None:
-    """Whether this backward pass goes through `node`; None where it gives the gradient to its caller."""
+    """Return whether this backward pass runs `node`; None where it gives the gradient to its caller."""
     try:
         reached: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -127,7 +127,7 @@ def _use(node: Any) -> bool | None:
 
 
 def _is_large_linear(module: nn.Module) -> bool:
-    """Whether it is large, and called as nn.Linear is: a split one has a forward of its own."""
+    """Return whether it is large, and called as nn.Linear is: a split one has a forward of its own."""
     if type(module).forward is not nn.Linear.forward:
         return False
     if is_wrapped(module) or replaced_forward(module) is not None:
@@ -139,7 +139,7 @@ def _is_large_linear(module: nn.Module) -> bool:
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether autograd would do no more than multiply."""
+    """Return whether autograd would do no more than multiply."""
     if not (torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and weight.requires_grad):
         return False
     alike = type(x) is Tensor and x.is_cpu and x.ndim > 1 and x.dtype == weight.dtype
@@ -149,13 +149,13 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether somebody records what is computed, or differentiates it in another way."""
+    """Return whether a tracer records what is computed, or a transform differentiates it in another way."""
     recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     return recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _has_other_hooks(weight: Tensor) -> bool:
-    """Whether somebody wants to hear of every gradient of this weight. Hooks on the node of the graph that
-    adds it up cannot be seen."""
+    """Return whether a hook of the user wants every gradient of this weight. Hooks on the node of the graph
+    that adds it up cannot be seen."""
     hooks = (weight._post_accumulate_grad_hooks or {}).keys()
     return bool(weight._backward_hooks) or not set(hooks) <= _tolerant_hooks.get(weight, set())

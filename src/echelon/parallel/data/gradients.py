@@ -28,13 +28,13 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    """Whether a product with itself does: on a CPU that takes half of a norm's time, and rounds less."""
+    """Return whether a product with itself does: on a CPU it takes half of a norm's time, and rounds less."""
     wide = gradient.dtype in (torch.float32, torch.float64)
     return wide and gradient.is_cpu and gradient.is_contiguous()
 
 
 def clip_factor(norm: float | Tensor, limit: float | None) -> float | Tensor:
-    """What brings gradients of this norm down to `limit`: torch's rule, with its small constant.
+    """Return the factor that brings gradients of this norm down to `limit`, by torch's rule.
 
     It stays where the norm is. Not a number for such a norm, as torch does.
     """
@@ -95,7 +95,7 @@ def _sum(pairs: Sequence[_Shared], group: Group) -> None:
 
 
 def _gradients(shared: SharedGradient, local: Sequence[LocalParameter]) -> list[Tensor]:
-    """What this rank brings in, where the sum is to be."""
+    """Return the gradients that this rank brings in, in the memory that will hold the sum."""
     for each in local:
         if each.tensor.grad is None:
             each.tensor.grad = torch.zeros_like(each.tensor, dtype=gradient_dtype(each.tensor))

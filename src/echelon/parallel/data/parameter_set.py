@@ -169,7 +169,7 @@ class Claim:
 
 
 def is_claimed(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether an engine that is not closed trains any of these."""
+    """Return whether an engine that is not closed trains any of these."""
     return any(_holder(parameter) is not None for parameter in parameters)
 
 

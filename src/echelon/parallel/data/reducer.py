@@ -97,7 +97,7 @@ class Reducer:
         """The backward pass has added to this parameter's gradient."""
         assert isinstance(parameter, nn.Parameter)
         if not self._in_step:
-            return  # somebody else's backward pass over the same model
+            return  # a backward pass of the user's own over the same model
         self._refuse_late(parameter)
         if parameter.grad is not None:  # torch also tells when a function has no gradient for it
             self._accumulate(parameter)
@@ -123,7 +123,7 @@ class Reducer:
 
     @property
     def _is_through(self) -> bool:
-        """Whether nothing of this backward pass is left to reduce here."""
+        """Return whether nothing of this backward pass is left to reduce here."""
         return not self._reducing or self._next == len(self._groups)
 
     def _refuse_late(self, parameter: nn.Parameter) -> None:
@@ -178,7 +178,7 @@ class UsedParameters:
             self._exchange = FlagExchange(flags, group, parameters[0].device)
 
     def wait(self) -> set[nn.Parameter]:
-        """Those that any replica used."""
+        """Return the parameters that any replica used."""
         used = self._exchange.wait()
         return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}
 
@@ -196,7 +196,7 @@ class FlagExchange:
     """Flags on their way to the other ranks.
 
     To read the result is to wait for the device. A rank that has set all of them knows it without: so in most
-    steps nobody waits.
+    steps no host waits.
     """
 
     def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:

@@ -3,8 +3,8 @@
 A stage calls, for each step and in this order: `start_step`; for each microbatch `start_backward`, the
 backward pass, `finish_backward`; `reduce`; the optimizer works on `local_parameters()`; `publish`.
 
-Where units are updated in the backward pass (`on_unit`), the optimizer has worked on most of them before
-`reduce` returns, and their gradients are gone.
+Where units are updated in the backward pass (`update_in_backward`), the optimizer has worked on most of them
+before `reduce` returns, and their gradients are gone.
 """
 
 from abc import ABC, abstractmethod
@@ -75,31 +75,41 @@ class Sharing(ABC):
     # Where large matrices may add to their gradients directly; None where gradients never stay.
     accumulation: Accumulation | None = None
 
-    # What begins to reduce gradients as the backward pass completes them; None where nobody talks.
+    # Begins to reduce gradients as the backward pass completes them; None where ranks do not communicate.
     reducer: Reducer | None = None
-
-    # Uses the gradients of a unit in the backward pass; they are then freed. None: gradients stay.
-    on_unit: Callable[[SummedUnit], None] | None = None
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         self.parameter_set = parameter_set
-        # Returns when new weights of local parameters that are on their way (offload) are there.
-        self.wait_for_weights: Callable[[Sequence[LocalParameter]], None] = lambda _: None
+        self._update_unit: Callable[[SummedUnit], None] | None = None
+        self._wait_for_weights: Callable[[Sequence[LocalParameter]], None] | None = None
         self._claim = Claim(parameter_set.parameters)
         for _, parameter in parameter_set.trained:
             set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
 
     @abstractmethod
     def local_parameters(self) -> list[LocalParameter]:
-        """What this rank's optimizer updates."""
+        """Return what this rank's optimizer updates."""
+
+    def update_in_backward(self, update: Callable[[SummedUnit], None]) -> None:
+        """Call `update` in the backward pass with each unit whose gradients are summed, and free them."""
+        self._update_unit = update
+
+    def expect_weights(self, wait: Callable[[Sequence[LocalParameter]], None]) -> None:
+        """New weights come from the host (offload): `wait` returns when those of some are there."""
+        self._wait_for_weights = wait
+
+    def wait_for_weights(self, local: Sequence[LocalParameter]) -> None:
+        """Return when new weights of these that are on their way are there."""
+        if self._wait_for_weights is not None:
+            self._wait_for_weights(local)
 
     def summed_parameters(self) -> list[LocalParameter]:
-        """Those whose `.grad` is there after `reduce`: what this rank updates, or sends to a server."""
+        """Return those that have a `.grad` after `reduce`: what this rank updates, or sends to a server."""
         return self.local_parameters()
 
     def kept_whole(self) -> list[LocalParameter]:
-        """Those that stay whole on the device, where no message brings what an update makes: whoever uses
-        one first waits for new weights that are on their way (offload)."""
+        """Return those that stay whole on the device, and that no message brings after an update: their first
+        use waits for new weights that are on their way (offload)."""
         return self.local_parameters()
 
     @abstractmethod
@@ -151,21 +161,21 @@ class Sharing(ABC):
         """Where the pieces of `local.tensor` lie in the whole parameter, in order."""
         return [whole_slice(local.name, local.parameter)]
 
-    def standing(self, local: LocalParameter) -> Tensor:
+    def stored_values(self, local: LocalParameter) -> Tensor:
         """The values of a local parameter between steps, on the device or in host memory."""
         return local.tensor.detach()
 
     def host_run(self, local: LocalParameter) -> HostRun | None:  # noqa: ARG002
-        """Where a local parameter stands in host memory, if it does."""
+        """Where a local parameter lies in host memory, if it does."""
         return None
 
-    def in_turn(self) -> Iterator[list[LocalParameter]]:
-        """What is left to be updated, in pieces: each is on the device until the next is asked for."""
+    def pieces_to_update(self) -> Iterator[list[LocalParameter]]:
+        """Yield what is left to be updated: each piece is on the device until the next is asked for."""
         yield self.local_parameters()
 
     @abstractmethod
     def storages(self) -> Storages:
-        """What memory holds weights and gradients on this rank now."""
+        """Return the memory that holds weights and gradients on this rank now."""
 
     def _use_unit(
         self,
@@ -174,13 +184,13 @@ class Sharing(ABC):
     ) -> None:
         """The gradients of a unit are summed: use and free them. What is summed over other ranks too has to
         wait for these, in memory of its own."""
-        assert self.on_unit is not None
+        assert self._update_unit is not None
         waiting = self.parameter_set.summed_later
         for each in local:
             if each.parameter in waiting and each.tensor.grad is not None:
                 each.tensor.grad = each.tensor.grad.clone()
         ready = [each for each in local if each.parameter not in waiting]
-        self.on_unit(SummedUnit(ready, self._norm_share(ready), present))
+        self._update_unit(SummedUnit(ready, self._norm_share(ready), present))
         for each in ready:
             each.tensor.grad = None
 
@@ -199,17 +209,17 @@ class Sharing(ABC):
         return nullcontext()
 
     def abandon_pass(self) -> None:  # noqa: B027
-        """A pass has raised: nobody runs a module any more. Talks to no one."""
+        """A pass has raised: no module runs any more. Communicates with no rank."""
 
     def take_over(self, changed: Set[nn.Parameter]) -> None:  # noqa: B027 (nothing to do where a parameter
         # is all that is updated)
-        """Between two steps: somebody has changed these parameters, or given them other memory."""
+        """Between two steps: the user has changed these parameters, or given them other memory."""
 
     def end_watch(self) -> None:  # noqa: B027
         """Before the first update: raise if a pass has changed weights in a way that is lost."""
 
     def reallocate(self) -> None:
-        """Move the weights to new memory, and leave the old to whoever holds it."""
+        """Move the weights to new memory; other holders keep the old."""
         for _, parameter in self.parameter_set.trained:
             parameter.data = parameter.data.clone()
 
@@ -223,7 +233,7 @@ class Sharing(ABC):
 
 
 class LocalSum(Sharing):
-    """Gradients only add up on this rank, in place where they can: nobody talks in the backward pass."""
+    """Gradients only add up on this rank, in place where they can, without communication."""
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         super().__init__(parameter_set)
@@ -238,7 +248,7 @@ class LocalSum(Sharing):
 
 @final
 class SingleReplica(LocalSum):
-    """One rank holds the set: there is nobody to agree with."""
+    """One rank holds the set: there is no other to agree with."""
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         super().__init__(parameter_set)

@@ -1,4 +1,10 @@
-"""What experts do whose other parts are on other ranks: send tokens to them, compute, and get them back."""
+"""Experts that are spread over ranks: tokens go to their experts by all-to-all, and the results come back.
+
+    tokens here ── sorted by expert ── all-to-all ──▶ experts here compute rows of all ranks
+    mixed by weight ◀── all-to-all ───────────────────────────┘
+
+The backward pass sends gradients the same ways, in reverse.
+"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, final
@@ -15,27 +21,28 @@ from echelon.nn.experts.rows import Slots, gather_rows, sort_slots, sort_weights
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapper, find_wrapper
 
-# Rows on their way between ranks, and in the backward pass their gradients on the way back.
-
 SUBJECT = "experts"
 
 
 @final
-class Journey:
-    """`sent` and `received`: how many rows go to, and come from, each rank of `group`."""
+class RowExchange:
+    """An all-to-all of rows, and of their gradients in reverse.
+
+    `sent` and `received`: how many rows go to, and come from, each rank of `group`. Between `start` and
+    `wait` other work can run, in both passes.
+    """
 
     def __init__(self, group: Group, sent: Sequence[int], received: Sequence[int]) -> None:
         self._group, self._sent, self._received = group, list(sent), list(received)
-        # What is under way: what to wait for, the rows that come, and those that leave, whose memory is
-        # needed until it is over.
+        # Its handle, the rows that come, and those that leave: their memory must live until it is over.
         self._under_way: tuple[Handle, Tensor, Tensor] | None = None
 
-    def reversed(self) -> "Journey":
-        """The way back of all rows, to the ranks that they came from."""
-        return Journey(self._group, self._received, self._sent)
+    def reversed(self) -> "RowExchange":
+        """The exchange that returns all rows to the ranks that they came from."""
+        return RowExchange(self._group, self._received, self._sent)
 
     def start(self, rows: Tensor) -> Tensor:
-        """Begin to send rows; what is returned will hold those that come, after `wait`."""
+        """Begin to send rows; the tensor that is returned holds those that come, after `wait`."""
         arriving: Tensor = _Start.apply(rows, self)  # type: ignore[no-untyped-call]
         return arriving
 
@@ -65,33 +72,30 @@ class _Start(torch.autograd.Function):
     runs_once = True  # all ranks take part in its backward pass
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.begin(rows, back=False)
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(rows, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.end(), None
+        return ctx.exchange.end(), None
 
 
 class _Wait(torch.autograd.Function):
     runs_once = True
 
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        journey.end()
+    def forward(ctx: Any, arriving: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
         return arriving.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.journey.begin(gradient, back=True)
-        return gradient.new_zeros(()).expand_as(gradient), None  # which `_Start` does not look at
-
-
-# Who sends how many rows to whom: ranks tell each other before the rows themselves travel.
+        ctx.exchange.begin(gradient, back=True)
+        return gradient.new_zeros(()).expand_as(gradient), None  # which `_Start` ignores
 
 
 class Dispatch(NamedTuple):
@@ -101,14 +105,14 @@ class Dispatch(NamedTuple):
     of each expert come from each rank.
     """
 
-    journey: Journey
+    exchange: RowExchange
     sent: int
     received: int
     counts: Tensor
 
     @property
     def expert_of_row(self) -> Tensor:
-        """Which of this rank's experts each row is for that comes."""
+        """For each row that comes, the number of its expert among this rank's."""
         ranks, experts = self.counts.shape
         numbers = torch.arange(experts, device=self.counts.device).repeat(ranks)
         return numbers.repeat_interleave(self.counts.flatten(), output_size=self.received)
@@ -117,18 +121,18 @@ class Dispatch(NamedTuple):
 def plan_dispatch(counts: Tensor, group: Group) -> Dispatch:
     """Tell the other ranks how many slots of each expert this one has; all ranks of the group together.
 
-    A forward that runs again finds what the first run has learnt.
+    A forward that runs again takes the numbers of the first run: other ranks may not run it again.
     """
-    coming, sent, received = once(lambda: _exchange(counts, group))
-    return Dispatch(Journey(group, sent, received), sum(sent), sum(received), coming)
+    coming, sent, received = once(lambda: _exchange_counts(counts, group))
+    return Dispatch(RowExchange(group, sent, received), sum(sent), sum(received), coming)
 
 
-def _exchange(counts: Tensor, group: Group) -> tuple[Tensor, list[int], list[int]]:
+def _exchange_counts(counts: Tensor, group: Group) -> tuple[Tensor, list[int], list[int]]:
     coming = torch.empty_like(counts)
     with group.ledger.about("expert counts"):
         group.all_to_all(coming, counts)
     both = torch.stack([counts, coming]).view(2, group.size, -1)
-    sent, received = both.sum(2).tolist()  # of all numbers of a step, the ones that the host must know
+    sent, received = both.sum(2).tolist()  # the only numbers of a step that the host must read
     return both[1], sent, received
 
 
@@ -150,14 +154,14 @@ class SpreadExperts(Wrapper):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         slots = sort_slots(top_k_index, self.num_experts)
         dispatch = plan_dispatch(counts_of(slots), self.group)
-        out, back = dispatch.journey, dispatch.journey.reversed()
+        out, back = dispatch.exchange, dispatch.exchange.reversed()
         arriving = out.start(take_rows(hidden_states, slots, dispatch.sent))
         run_beside()
         arriving = back.start(self._compute(out.wait(arriving), dispatch))
         return mix_rows(back.wait(arriving), top_k_weights, slots)
 
     def _compute(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        """What the expert of each row makes of it."""
+        """Let the expert of each row compute it."""
         if dispatch.received == 0:
             form = self._form_of_output(rows)
             unused: Tensor = _Unused.apply(rows, form, *self.module.parameters())  # type: ignore[no-untyped-call]
@@ -211,11 +215,6 @@ def experts_of(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of which ranks along `expert` hold different parts."""
     spread = [inner for inner in module.modules() if find_wrapper(inner, SpreadExperts) is not None]
     return list(dict.fromkeys(p for inner in spread for p in inner.parameters()))
-
-
-def talks_in_forward(module: nn.Module) -> bool:
-    """Whether replicas talk in the forward pass of `module`, so that each must run it."""
-    return any(find_wrapper(inner, SpreadExperts) is not None for inner in module.modules())
 
 
 # Rows of slots, sorted by expert, and back: as `experts.sorting`, with gradients and no dropped slots.

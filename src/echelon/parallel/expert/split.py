@@ -54,7 +54,7 @@ def spread_experts(model: nn.Module, group: Group, wrapping: Wrapping) -> Spread
 
 
 def is_stack_of_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts that can be spread over ranks."""
+    """Return whether a module holds experts that can be spread over ranks."""
     number = getattr(module, "num_experts", None)
     own = [p for p in module._parameters.values() if p is not None]
     if not isinstance(number, int) or not own or any(p.ndim < 2 or p.shape[0] != number for p in own):

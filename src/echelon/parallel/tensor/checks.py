@@ -197,7 +197,7 @@ def _is_right_kind(module: nn.Module, style: Style) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its class computes what a split module does."""
+    """Return whether its class computes what a split module does."""
     if is_transposed(module) or is_plain_matrix(module) or embedding_scale(module) is not None:
         return True
     return type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
@@ -317,7 +317,7 @@ def _largest_divisor(value: int, limit: int) -> int:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something is called with its gradient."""
+    """Return whether something is called with its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

@@ -1,4 +1,4 @@
-"""What happens at the entries and exits of a split layer, as nodes of autograd's graph.
+"""The entries and exits of a split layer, as nodes of autograd's graph.
 
 Which collectives these are, `regions` shows. Moves do them: of a group at once, or as operators that
 torch.compile records (`run_in_graph`).

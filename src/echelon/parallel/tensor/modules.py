@@ -21,7 +21,7 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def num_outputs(module: nn.Module) -> int:
-    """Of a matrix that is whole."""
+    """Return the outputs of a matrix that is whole."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.shape[1 if is_transposed(module) else 0]
@@ -192,7 +192,7 @@ def _mask_last(logits: Tensor, columns: int) -> Tensor:
 
 
 def is_masked(logits: Tensor) -> bool:
-    """Whether they are what a head has returned, with its padding at −inf."""
+    """Return whether they are what a head has returned, with its padding at −inf."""
     return type(logits.grad_fn).__name__ == f"{_MaskLast.__name__}Backward"
 
 
@@ -262,7 +262,7 @@ class EnterFirst:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a norm of the last dim, of a kind that is known here."""
+    """Return whether it is a norm of the last dim, of a kind that is known here."""
     if type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
         shape: Any = module.normalized_shape
         return len(shape) == 1

@@ -25,7 +25,7 @@ _HEAD_COUNTS = ("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attenti
 
 
 class Sizes(NamedTuple):
-    """Of a matrix."""
+    """The widths of a matrix."""
 
     name: str
     inputs: int
@@ -100,7 +100,7 @@ def _pair(matrices: Sequence[Sizes], parent: nn.Module) -> dict[str, str]:
 
 
 def _fits(columns: Sequence[Sizes], row: Sizes, matrices: Sequence[Sizes]) -> bool:
-    """Whether `row` takes what the columns return: of square matrices, the last of the parent does."""
+    """Return whether `row` takes what the columns return: of square matrices, the last of the parent does."""
     is_square = row.inputs == row.outputs == columns[0].outputs
     if is_square:
         return row is matrices[-1]

@@ -116,10 +116,10 @@ class Multiplier(Protocol):
 
 
 def can_share(x: Tensor) -> bool:
-    """Whether the products with `x` may be one node.
+    """Return whether the products with `x` may be one node.
 
-    `x` must belong to this forward pass. And nobody may record what autograd saves in order to compute it
-    again (checkpoint): the first pass, where the sharing is not known yet, saves something else.
+    `x` must belong to this forward pass. And nothing may record what autograd saves in order to compute it
+    again (recompute): the first pass, where the sharing is not known yet, saves something else.
     """
     if not torch.is_grad_enabled() or x.grad_fn is None or x.ndim < 2 or x.is_complex():
         return False

@@ -32,7 +32,7 @@ _INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's pa
 
 
 def _is_inside(style: Style) -> bool:
-    """Whether its weights are whole on every rank, and used for this rank's part of the work."""
+    """Return whether its weights are whole on every rank, and used for this rank's part of the work."""
     return style.word in _INSIDE or bool(style.whole)
 
 
@@ -157,7 +157,7 @@ def _dropouts(style_of: dict[nn.Module, Style], word: str) -> list[nn.Module]:
 
 
 def _vocabulary_of_logits(style_of: dict[nn.Module, Style]) -> int | None:
-    """Of the largest projection to logits that is still whole, and is to be split."""
+    """Return the vocabulary of the largest projection to logits, before it is split."""
     split = [module for module, style in style_of.items() if style.word == "vocabulary"]
     return max((num_outputs(module) for module in split if is_matrix(module)), default=None)
 

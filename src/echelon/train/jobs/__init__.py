@@ -1,1 +1,1 @@
-"""A job file: its keys, its rules, and plans that fit the machine."""
+"""A job: the settings of a training as data, the file that holds them, and the rules that check them."""

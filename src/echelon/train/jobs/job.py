@@ -213,7 +213,7 @@ class Job:
 
     @property
     def engine_nonfinite(self) -> Nonfinite:
-        """What the engine does with steps that are not finite. Where the plan cannot leave them out, the loop
+        """The engine's treatment of steps that are not finite. Where the plan cannot leave them out, the loop
         ends the training."""
         can_skip = why_unskippable(Plan.parse(self.plan)) is None
         return cast(Nonfinite, self.nonfinite or "skip") if can_skip else "allow"

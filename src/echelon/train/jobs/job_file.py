@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan import FIELDS
-from echelon.program.text_file import read_text_file
+from echelon.program.load import read_text_file
 from echelon.state.checkpoint.folder import RUN_FILE
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_rules import job_errors
@@ -178,7 +178,7 @@ def _plan_fix(key: str, value: Any) -> str:
     return f"; did you mean --plan {key}={value}?" if key in FIELDS else ""
 
 
-# The keys of a job file, what kind of value each takes, and values that only look like one.
+# The keys of a job file, what kind of value each takes, and values that only resemble one.
 
 _RULES: dict[Any, str] = {
     bool: "true or false",
@@ -199,12 +199,12 @@ def keys_at(path: list[str]) -> list[str]:
 
 
 def rule_of(path: list[str]) -> str:
-    """What the value at `path` must be: rule_of(["model", "layers"]) == "an integer"."""
+    """Return the rule for the value at `path`: rule_of(["model", "layers"]) == "an integer"."""
     return _OWN_RULES.get(".".join(path)) or _RULES.get(_kind(path), "a table")
 
 
 def is_value(path: list[str]) -> bool:
-    """Whether there is a key at `path` that is no table."""
+    """Return whether there is a key at `path` that is no table."""
     return _kind(path) is not None
 
 
@@ -244,7 +244,7 @@ def _kind(path: list[str]) -> Any:
 
 
 def _error(path: list[str], value: Any) -> str | None:
-    """What the value at `path` must be, if this one only looks like it."""
+    """Return the rule for the value at `path`, if this value only resembles a valid one."""
     kind, rule = _kind(path), rule_of(path)
     if kind is bool and not isinstance(value, bool):
         return None if str(value).lower() in ("true", "false") else rule

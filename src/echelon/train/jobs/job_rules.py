@@ -20,12 +20,11 @@ from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import AUTO, Plan
-from echelon.train.jobs.memory_fit import host_memory_errors
-from echelon.train.jobs.number_rules import check_numbers
-from echelon.train.jobs.rank_fit import rank_error, ranks_on_this_host
-from echelon.train.runs.findings import Findings
+from echelon.train.jobs.machine_fit import host_memory_errors, rank_error, ranks_on_this_host
+from echelon.train.jobs.task_rules import DATA_CHECKS, MODEL_CHECKS, Findings
 from echelon.train.runs.run_folder import place_error
-from echelon.train.tasks import DATA_CHECKS, MODEL_CHECKS, TASKS
+from echelon.train.task import TASKS
+from echelon.update.nonfinite import why_unskippable
 from echelon.update.optim.learning_rate import schedule_errors
 from echelon.update.precision.loss_scaling import loss_scale_errors
 
@@ -192,7 +191,7 @@ def _check_plan(job: "Job", findings: Findings) -> Plan | None:
 
 
 def _check_machine(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, findings: Findings) -> None:
-    """Whether this machine can hold the model, and the plan can divide it."""
+    """Check that this machine can hold the model, and that the plan can divide it."""
     ranks = ranks_on_this_host(ranks_here(plan))
     for error in host_memory_errors(job, config, plan, ranks):
         findings.add(error, "plan", "model")
@@ -273,3 +272,35 @@ def _errors(divide: Callable[[], object]) -> list[str]:
     except UserError as refusal:
         return list(refusal.errors or (refusal.title,))
     return []
+
+
+CHOICES = ("skip", "stop")
+
+
+def check_numbers(job: "Job", plan: Plan | None, findings: Findings) -> None:
+    """`plan`: if it is valid."""
+    if job.nonfinite not in (None, *CHOICES):
+        findings.add(f"nonfinite={job.nonfinite!r}: must be one of {', '.join(CHOICES)}", "nonfinite")
+    reason = why_unskippable(plan) if plan is not None else None
+    if reason is not None and job.nonfinite == "skip":
+        findings.add(f"nonfinite=skip {reason}, or nonfinite=stop", "nonfinite")
+    factor = job.spike_factor
+    if factor != 0 and not 1 < factor < math.inf:
+        findings.add(f"spike_factor={factor}: must be a number above 1, or 0 for none", "spike_factor")
+    if factor and findings.all_valid("spike_factor", "save_every"):
+        _check_rollbacks(job, plan, findings)
+
+
+def _check_rollbacks(job: "Job", plan: Plan | None, findings: Findings) -> None:
+    if job.save_every == 0:
+        findings.add(
+            f"spike_factor={job.spike_factor} save_every=0: after a spike training goes back to a "
+            "checkpoint, and none is saved before the end; set save_every=100, or spike_factor=0",
+            "spike_factor",
+        )
+    if plan is not None and plan.sync == "async":
+        findings.add(
+            f"spike_factor={job.spike_factor} sync=async: workers see losses of their own, and cannot go "
+            "back together; use sync=all-reduce, or spike_factor=0",
+            "spike_factor",
+        )

@@ -1,1 +1,1 @@
-"""A run: its folder and lock, resuming, restarts, and what a signal does."""
+"""A run: the folder that a training leaves, and how it survives faults, signals, spikes and restarts."""

@@ -16,7 +16,7 @@ from echelon.state.checkpoint.copies import MemoryCopies, MemoryFolder, newest_s
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.train.jobs.job import Job
 from echelon.train.runs.preempted import Preempted
-from echelon.train.runs.run_state import is_unfinished
+from echelon.train.runs.run_folder import is_unfinished
 
 MEMORY = "memory"
 NUM_ON_DISK = 2  # checkpoints that stay on disk beside the copies in memory
@@ -34,7 +34,8 @@ def open_copies(job: Job, run: Path, engine: Engine) -> MemoryCopies | None:
 
 
 def folder_of(job: Job, run: Path) -> MemoryFolder | None:
-    """Where the copies of a run are, or were before its job had another `keep`; None without a RAM disk."""
+    """Return the folder of a run's copies, or where they were before its job had another `keep`; None without
+    a RAM disk."""
     try:
         return MemoryFolder(run)
     except UserError:
@@ -44,7 +45,7 @@ def folder_of(job: Job, run: Path) -> MemoryFolder | None:
 
 
 def has_copies(job: Job, run: Path) -> bool:
-    """Whether this host has a file of any rank."""
+    """Return whether this host has a file of any rank."""
     folder = folder_of(job, run)
     return folder is not None and bool(folder.entries())
 
@@ -55,7 +56,8 @@ def newest_in_memory(job: Job, run: Path) -> int:
 
 
 def loss_warning(job: Job) -> str:
-    """What is said of a job under torchrun whose copies nobody could write to disk after its last restart."""
+    """Return a warning for a job under torchrun, whose copies no process writes to disk after its last
+    restart."""
     if not is_in_memory(job) or job.keep_every > 0:
         return ""
     return (
@@ -65,7 +67,7 @@ def loss_warning(job: Job) -> str:
 
 
 class RunMemory:
-    """Whether the folder of a run in memory `stays` at its end, for --resume."""
+    """The folder of a run in memory, which `stays` at the end of the run for --resume."""
 
     stays = False
 
@@ -97,7 +99,7 @@ def memory_of_rank(job: Job, run: Path) -> Iterator[None]:
 
 
 def _make(job: Job, run: Path, owner: int) -> MemoryFolder | None:
-    """Also removes what other runs have left that nobody will go on with."""
+    """Also removes what other runs have left that no process will go on with."""
     folder = folder_of(job, run)
     if folder is None:
         return None

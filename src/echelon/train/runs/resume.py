@@ -15,8 +15,7 @@ from echelon.train.jobs.job import Job, as_plain
 from echelon.train.jobs.job_file import read_job, read_values
 from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.memory_copies import has_copies, is_in_memory
-from echelon.train.runs.run_links import link_errors
-from echelon.train.runs.run_state import FINISHED, PREEMPTED, read_about
+from echelon.train.runs.run_folder import FINISHED, PREEMPTED, link_errors, read_about
 
 MAY_CHANGE = (
     *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit"),
@@ -142,7 +141,7 @@ def _escaped(name: str) -> str:
 
 
 def lost_errors(path: Path, state: str, began: Job, job: Job) -> list[str]:
-    """Of a run without a checkpoint on disk: one if it had saved one and none is in memory either."""
+    """Return the error of a run that has saved a checkpoint, and has none on disk or in memory any more."""
     steps = began.steps if state == FINISHED else last_step(path / METRICS)
     if not _had_saved(state, steps, began) or _may_be_in_memory(path, job):
         return []
@@ -155,7 +154,8 @@ def lost_errors(path: Path, state: str, began: Job, job: Job) -> list[str]:
 
 
 def _had_saved(state: str, steps: int, job: Job) -> bool:
-    """Whether a save is certainly whole: it is when the next one begins, which is before the step after."""
+    """Return whether a save is certainly whole: it is when the next one begins, which is before the step
+    after."""
     if state == FINISHED:
         return True
     return steps > 0 and (state == PREEMPTED or 0 < 2 * job.save_every < steps)

@@ -1,4 +1,10 @@
-"""Back to a checkpoint after a loss spike, without the batches that led to it, so many times at most.
+"""Loss spikes: training goes back to a checkpoint, without the batches that led to one, a few times at most.
+
+    losses    3.1  3.0  2.9  3.0  2.9    41.0
+    factor=4       median 3.0            a spike: more than 4 × 3.0
+
+A loss is judged when `window` finite ones came before it. Spikes, and losses of skipped steps, are not among
+them.
 
 What was left out is kept beside the checkpoints, so that a run that is resumed leaves it out too:
 
@@ -9,6 +15,9 @@ What was left out is kept beside the checkpoints, so that a run that is resumed 
 import dataclasses
 import json
 import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
@@ -18,8 +27,56 @@ from echelon.state.checkpoint.file_checks import read_regular
 from echelon.train.data_position import DataPosition, Range
 from echelon.train.events import RolledBack
 from echelon.train.jobs.job import Job
-from echelon.train.spikes import Trouble
 from echelon.update.nonfinite import NonfiniteError
+
+
+class Trouble(NamedTuple):
+    """Steps `first` to `last` went wrong: one by a spike, or several by numbers that are not finite."""
+
+    first: int
+    last: int
+    reason: str
+
+
+@final
+class SpikeWatch:
+    """Judges the losses of a training, one step after the other."""
+
+    def __init__(self, factor: float, window: int, losses: Iterable[float] = ()) -> None:
+        """`factor` 0: nothing is a spike. `losses`: those of the last steps, of a training that goes on."""
+        self._factor = factor
+        self._losses: deque[float] = deque(losses, maxlen=window)
+
+    @property
+    def is_on(self) -> bool:
+        return self._factor > 0
+
+    def judge(self, step: int, loss: float) -> Trouble | None:
+        """Return what is wrong with the loss of a step that was not skipped."""
+        if not self.is_on:
+            return None
+        if not math.isfinite(loss):
+            return Trouble(step, step, f"the loss of step {step} is {loss:g}")
+        median = statistics.median(self._losses) if len(self._losses) == self._losses.maxlen else math.inf
+        if loss > self._factor * median:
+            times = f"{self._factor:g} × {median:.4g}, the median of the last {len(self._losses)}"
+            return Trouble(step, step, f"the loss of step {step}, {loss:.4g}, is more than {times}")
+        self._losses.append(loss)
+        return None
+
+    def as_plain(self) -> list[float]:
+        return list(self._losses)
+
+    def restore(self, value: Any) -> None:
+        """Read what `as_plain` has made; without anything that can be read, losses are gathered again."""
+        losses = value if isinstance(value, list) else []
+        self._losses.clear()
+        self._losses.extend(float(each) for each in losses if _is_loss(each))
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
 
 SKIPPED = "skipped_batches.json"
 
@@ -29,12 +86,12 @@ class Checkpoints(Protocol):
 
     @property
     def num_rollbacks(self) -> int:
-        """How many the run has had."""
+        """The number of rollbacks of the run."""
 
-    def can_go_back(self, step: int) -> bool:
-        """Whether there is a checkpoint from before `step`."""
+    def can_roll_back(self, step: int) -> bool:
+        """Return whether there is a checkpoint from before `step`."""
 
-    def go_back(self, trouble: Trouble) -> RolledBack:
+    def roll_back(self, trouble: Trouble) -> RolledBack:
         """Load the newest whole checkpoint from before the trouble; leave out all batches from there up to
         that of its last step."""
 
@@ -62,13 +119,13 @@ class Rollbacks:
         trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
         reason = self._why_not(trouble) if self._job.spike_factor else ""
         if reason is None:
-            return self._checkpoints.go_back(trouble)
+            return self._checkpoints.roll_back(trouble)
         raise error if not reason else NonfiniteError(f"{error}; {reason}")
 
     def _after_spike(self, trouble: Trouble) -> RolledBack:
         reason = self._why_not(trouble)
         if reason is None:
-            return self._checkpoints.go_back(trouble)
+            return self._checkpoints.roll_back(trouble)
         raise UserError(
             f"{trouble.reason}; {reason}; lower optimizer.learning_rate (now "
             f"{self._job.optimizer.learning_rate}), raise optimizer.warmup, or raise spike_factor (now "
@@ -80,7 +137,7 @@ class Rollbacks:
         if self._checkpoints.num_rollbacks >= limit:
             times = "once" if limit == 1 else f"{limit} times"
             return f"the run has gone back to a checkpoint {times} (max_rollbacks={limit})"
-        if not self._checkpoints.can_go_back(trouble.first):
+        if not self._checkpoints.can_roll_back(trouble.first):
             return (
                 f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"
             )
@@ -88,7 +145,7 @@ class Rollbacks:
 
 
 class SkippedBatches(NamedTuple):
-    """What the file of a run says of its rollbacks; `events` are for metrics.jsonl, which may lack them."""
+    """The rollbacks in the file of a run; `events` are for metrics.jsonl, which may lack them."""
 
     rollbacks: int = 0
     skipped: tuple[Range, ...] = ()
@@ -106,7 +163,8 @@ class SkippedBatches(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "SkippedBatches":
-        """Of a run without the file: nothing. A UserError if it is not what a training has written."""
+        """Read the file of a run; without one, nothing was skipped. A UserError if it is not what a training
+        has written."""
         try:
             return cls.parse(parse_json(read_regular(path, MOST_BYTES))) if path.exists() else cls()
         except ValueError as error:  # also a UserError, of a file that cannot be read

@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -24,8 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UserError
+from echelon.state.bounded_json import MOST_BYTES, parse_json
 from echelon.state.checkpoint.atomic import sync_path
-from echelon.train.jobs import strict_json
+from echelon.state.checkpoint.file_checks import read_regular
+from echelon.state.checkpoint.folder import RUN_FILE
+from echelon.train import strict_json
 
 MAX_RUNS_PER_SECOND = 999
 
@@ -112,7 +116,7 @@ class RunFolder:
         return str(self.about()["state"])
 
     def about(self) -> dict[str, Any]:
-        """What run.json says."""
+        """Return the entries of run.json."""
         about: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
         return about
 
@@ -156,3 +160,46 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 def _fix(number: int) -> str:
     return _FIXES.get(number, _ELSEWHERE).format(elsewhere=_ELSEWHERE)
+
+
+FINISHED = "finished"
+PREEMPTED = "preempted"
+
+
+def read_about(path: Path) -> dict[str, Any] | None:
+    """Return the entries of a folder's run.json; None if it cannot be read."""
+    try:
+        about = parse_json(read_regular(path / RUN_FILE, MOST_BYTES))
+    except ValueError:  # also a UserError, of a file that cannot be read
+        return None
+    return about if isinstance(about, dict) else None
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a folder is that of a run that --resume can go on with."""
+    about = read_about(path) or {}
+    return isinstance(about.get("job"), dict) and about.get("state") not in (None, FINISHED)
+
+
+_MOST_SHOWN = 5
+
+
+def link_errors(folder: Path) -> list[str]:
+    """An error for all in a folder that is neither a file nor a folder; the first few."""
+    errors: list[str] = []
+    for path, kind in _others(folder):
+        if len(errors) == _MOST_SHOWN:
+            return [*errors, "and more of them"]
+        errors.append(
+            f"{path}: is a {kind}, and a run has only its own files and folders; replace it by what it means"
+        )
+    return errors
+
+
+def _others(folder: Path) -> Iterator[tuple[Path, str]]:
+    for parent, folders, files in os.walk(folder):  # follows no link
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                yield path, "link" if stat.S_ISLNK(mode) else "pipe, socket or device"

@@ -3,25 +3,34 @@
     rank 1 was killed  →  all ranks are ended, and new ones start from the last whole checkpoint
 
 Ranks that are lost again and again before the next checkpoint end the run, after the job's `restarts`.
+With `--elastic`, new ranks may be fewer: the data degree of the plan shrinks, and the global batch stays.
+
+    data=4 zero=3, and 3 devices  →  data=3 zero=3
 """
 
+import dataclasses
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
-from echelon.plan import Plan
+from echelon.launching.torchrun import is_under_torchrun
+from echelon.plan import AUTO, Plan
 from echelon.state.checkpoint.copies import DAYS_KEPT, HostCopies, MemoryFolder, forget_all
 from echelon.train.checkpoints import checkpoint_folder, newest_step
 from echelon.train.events import Noted, Restarting
 from echelon.train.jobs.job import Job
+from echelon.train.jobs.job_rules import job_errors
+from echelon.train.jobs.machine_fit import most_ranks_here
 from echelon.train.loop import train_rank
 from echelon.train.run import Run
-from echelon.train.runs.elastic import change
 from echelon.train.runs.memory_copies import (
     RunMemory,
     folder_of,
@@ -30,14 +39,64 @@ from echelon.train.runs.memory_copies import (
     newest_in_memory,
 )
 from echelon.train.runs.preempted import Preempted
-from echelon.train.runs.sigterm import Sigterm
+from echelon.train.runs.stopping import Sigterm
+
+
+def fit_job(job: Job) -> Job:
+    """The job with a plan for the ranks or devices that there are; unchanged if none fits, or all is well."""
+    try:
+        plan = Plan.parse(job.plan)
+    except UserError:
+        return job
+    for smaller in plans_for(plan, ranks_available(), exactly=is_under_torchrun()):
+        fitted = dataclasses.replace(job, plan=str(smaller))
+        if smaller == plan:
+            return job
+        if not job_errors(fitted):
+            return fitted
+    return job
+
+
+def change(job: Job, fitted: Job) -> str:
+    """Return the note about a plan that was changed."""
+    return (
+        f"elastic: {ranks_available()} {'ranks' if is_under_torchrun() else 'devices'} for the plan "
+        f"'{job.plan}'; training with '{fitted.plan}', and the same global batch of {job.batch}"
+    )
+
+
+def ranks_available() -> int:
+    """Under torchrun the ranks that were started; else one for each GPU, or what the cores can bear."""
+    if is_under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    return torch.cuda.device_count() or most_ranks_here()
+
+
+def plans_for(plan: Plan, ranks: int, *, exactly: bool) -> Iterator[Plan]:
+    """The plan with the largest data degree for so many ranks, then smaller ones; `exactly`: for all of them.
+
+    Where fewer replicas need more microbatches to keep to the rules of the plan, they get as many as keep the
+    size of a microbatch.
+    """
+    if plan.pipeline == AUTO:
+        return
+    for data in range(plan.data, 0, -1):
+        factor = -(-plan.data // data)
+        for microbatches in dict.fromkeys((plan.microbatches, factor * plan.microbatches)):
+            try:
+                smaller = dataclasses.replace(plan, data=data, microbatches=microbatches)
+            except UserError:
+                continue
+            if smaller.ranks == ranks or (smaller.ranks < ranks and not exactly):
+                yield smaller
+
 
 # keep='memory': copies that no rank will go on from become a checkpoint on disk, which any plan can load.
 
 
 @final
 class CopyRescue:
-    """Of a run whose ranks this process starts, while it has none."""
+    """Saves copies in memory of a run whose ranks this process starts, while it has none."""
 
     def __init__(self, job: Job, run: Run, memory: RunMemory) -> None:
         self._job, self._run, self._memory = job, run, memory
@@ -88,7 +147,7 @@ Fit = Callable[[Job], Job]  # the job for the devices that there are now
 
 def supervise(job: Job, run: Run, fit: Fit, sigterm: Sigterm) -> None:
     """Train to the end of the job; raises Preempted after SIGTERM, RankFailed after too many faults, or after
-    SIGTERM: then nobody knows whether ranks had saved."""
+    SIGTERM: then it is not known whether ranks had saved."""
     path = run.folder.path
     with memory_of_run(job, path) as memory:
         rescue = CopyRescue(job, run, memory)

@@ -5,7 +5,6 @@ written down, so a message that meets the wrong receive is found too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Edge, Edges, Group
-from echelon.engine.step.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Slot, Versions, Wire
+from echelon.engine.step.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Versions, Wire
 from echelon.parallel.data import Buffers
+from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import Stage
 from echelon.plan import Plan
 from echelon.program import RECEIVES, SENDS, Instruction, Program, add_transfers, asynchronous, forward_only
-from echelon.program.step_program import step_program
+from echelon.program.build import step_program
 from tests.nccl_like import NcclMesh, NcclWorld
 
 CPU = torch.device("cpu")
@@ -63,10 +63,24 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class GradientSums:
-    """A StageRuntime whose update adds up the gradients, and leaves the weights as they are."""
+class SummedStage(Stage):
+    """A stage of one weight, whose gradients are summed over its replicas."""
 
-    counts_loss = True
+    def __init__(self, index: int, module: Scale, replicas: Group) -> None:
+        super().__init__(index, module, [], Buffers(module, replicas))
+        self._weight, self._replicas = module.weight, replicas
+
+    def reduce(self) -> None:
+        weight = self._weight
+        if self._replicas.size > 1:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            self._replicas.all_reduce(weight.grad)
+
+
+class GradientSums(StepObserver):
+    """An UpdateRuntime that adds up the gradients, and leaves the weights as they are; the losses, too."""
+
+    are_counted = True
 
     def __init__(
         self, modules: Mapping[int, Scale], replicas: Group, everyone: Group, *, forwards_first: bool
@@ -75,28 +89,10 @@ class GradientSums:
         self._forwards_first = forwards_first
         self.sums = dict.fromkeys(modules, 0.0)
 
-    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
+    def of(self, output: Any, microbatch: Microbatch, _: ForwardPass) -> MicrobatchLoss:
         return MicrobatchLoss((output * microbatch.targets).sum(), 1.0, 1.0)
 
-    def around(self, *_: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def store(self, slot: Slot) -> None:
-        raise AssertionError(f"no program here stores {slot}")
-
-    def fetch(self, slot: Slot) -> None:
-        raise AssertionError(f"no program here fetches {slot}")
-
-    def set_aside(self, slot: Slot) -> None:
-        """Nothing of it is in host memory."""
-
-    def reduce(self, stage: Stage) -> None:
-        weight = self._modules[stage.index].weight
-        if self._replicas.size > 1:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            self._replicas.all_reduce(weight.grad)
-
-    def start_backwards(self, tally: Tensor) -> None:
+    def before_backwards(self, tally: Tensor) -> None:
         """As gates exchange what they have seen."""
         if self._forwards_first:
             self._everyone.all_reduce(tally.clone())
@@ -128,14 +124,16 @@ class RankTraining:
         self._rank, self._everyone = mesh.rank, mesh.group("all")
         replicas = mesh.group("weights")
         modules = {stage: Scale(stage) for stage in program.stages_of(mesh.rank)}
-        stages = {
-            stage: Stage(stage, module, [], Buffers(module, replicas)) for stage, module in modules.items()
-        }
+        stages = {stage: SummedStage(stage, module, replicas) for stage, module in modules.items()}
         runtime = StageSums if program.versioned else GradientSums
         first = program.forwards_first and not program.versioned  # where gates have losses
         self._runtime = runtime(modules, replicas, self._everyone, forwards_first=first)
         self._versions = Versions(list(modules.values()), lambda: None) if program.versioned else None
-        self._interpreter = Interpreter(stages, self._runtime, Wire(edges, CPU), CPU, self._versions)
+        observers = Observers()
+        observers.add(self._runtime)
+        self._interpreter = Interpreter(
+            stages, self._runtime, observers, self._runtime, Wire(edges, CPU), CPU, self._versions
+        )
 
     def wait_before_computing(self, wait: Callable[[], None]) -> None:
         """Call `wait` before every instruction that is no message."""
@@ -171,7 +169,7 @@ class RankTraining:
 
 def microbatch(k: int, purpose: str) -> Microbatch:
     inputs = torch.full((1,), input_of(k), dtype=torch.float64)
-    return Microbatch(inputs, target_of(k), weight=1, look=purpose)
+    return Microbatch(inputs, target_of(k), weight=1, form=purpose)
 
 
 def flushed_runs(plan: Plan, steps: int) -> list[Run]:

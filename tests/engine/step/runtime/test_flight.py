@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from echelon.engine.step.runtime.flight import Flight, Value, wanted
-from echelon.engine.step.runtime.message import Gradients
-from echelon.engine.step.runtime.structure import Spec
+from echelon.engine.step.runtime.message import Gradients, Spec
 from echelon.nn.autograd.in_place import enter
 from tests.cases import stop
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.engine.step.runtime import message
-from echelon.engine.step.runtime.message import Layout
-from echelon.engine.step.runtime.structure import Leaf, Spec
+from echelon.engine.step.runtime.message import Layout, Leaf, Spec
 
 TENSORS = [
     torch.arange(3, dtype=torch.uint8),  # the next one begins at a multiple of 16 still

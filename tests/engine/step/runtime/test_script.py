@@ -75,8 +75,11 @@ def test_what_a_step_on_two_stages_is_made_of() -> None:
     ops = [instruction.op for instruction in script.instructions]
     assert not script.splits_backward
     assert Script(build("zero-bubble", (1, 1), microbatches=2), 0).splits_backward
-    assert script.turn is not None
-    assert (ops[script.turn] in AFTER_FORWARDS, set(ops[: script.turn]) & AFTER_FORWARDS) == (True, set())
+    assert script.first_backward is not None
+    assert (
+        ops[script.first_backward] in AFTER_FORWARDS,
+        set(ops[: script.first_backward]) & AFTER_FORWARDS,
+    ) == (True, set())
     (last,) = script.lasts
     backwards = [place for place, op in enumerate(ops) if op is Op.BACKWARD]
     assert last == backwards[-1]
@@ -103,4 +106,9 @@ def test_forwards_alone_have_no_turn() -> None:
     full = build("1f1b", (1,), microbatches=2)
     forwards = tuple(instruction for instruction in full.ranks[0] if instruction.op is Op.FORWARD)
     script = Script(dataclasses.replace(full, ranks=(forwards,)), 0, empties=False)
-    assert (script.turn, script.lasts, script.receives, script.empties) == (None, frozenset(), {}, False)
+    assert (script.first_backward, script.lasts, script.receives, script.empties) == (
+        None,
+        frozenset(),
+        {},
+        False,
+    )

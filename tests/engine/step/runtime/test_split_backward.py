@@ -10,8 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from echelon.engine.step.runtime.split_backward import SplitBackward
-from echelon.engine.step.runtime.tensor_hooks import watch_hooks
+from echelon.engine.step.runtime.split_backward import SplitBackward, watch_hooks
 
 X, Y = (3, 4, 6), (3, 4, 6)
 

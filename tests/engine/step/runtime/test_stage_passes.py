@@ -97,34 +97,9 @@ def test_only_the_first_forward_of_a_step_iterates(monkeypatch: pytest.MonkeyPat
     stage.differing_buffers()
     stage.start_step()
     stage.forward(torch.ones(1, 1))
-    stage.start_step()
-    stage.hold_iterations()
-    stage.forward(torch.ones(1, 1))
     everything = [stage.module]
-    assert held == [[], everything, everything, [], everything]
+    assert held == [[], everything, everything, []]
     assert asked == [False, True]
-
-
-def test_the_first_forward_with_gradients_is_watched_once() -> None:
-    stage, _ = reducing_stage()
-    seen: list[str] = []
-
-    @contextmanager
-    def watching(name: str) -> Iterator[None]:
-        seen.append(name)
-        yield
-
-    stage.first_forward = lambda: watching("first")
-    stage.during_forward = lambda value: watching(f"forward of {value.item()}")
-    with torch.no_grad():
-        stage.forward(torch.tensor([[1.0]]))
-    stage.forward(torch.tensor([[2.0]]))
-    stage.forward(torch.tensor([[3.0]]))
-    assert seen == ["forward of 1.0", "first", "forward of 2.0", "forward of 3.0"]
-    stage.finish_passes()
-    stage.check_second_runs()
-    with stage.during_loss():
-        pass
 
 
 def test_problems_of_all_sets_are_counted() -> None:

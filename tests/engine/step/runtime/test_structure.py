@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.step.runtime import Spec
-from echelon.engine.step.runtime.structure import Leaf
+from echelon.engine.step.runtime.message import Leaf
 from echelon.errors import UserError
 
 A, B = torch.arange(6.0).view(2, 3), torch.arange(4)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from echelon.engine.step.runtime.interpreter import explain_second_order
-from echelon.engine.step.runtime.tensor_hooks import have_hooks, watch_hooks
+from echelon.engine.step.runtime.split_backward import have_hooks, watch_hooks
 from echelon.errors import UserError
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from echelon.collectives import Edge, Edges, Group, Ledger, RecordingGroup, edges_over, group_over
 from echelon.engine.step.runtime import Spec, Wire
-from echelon.engine.step.runtime.message import Gradients
-from echelon.engine.step.runtime.structure import Leaf
+from echelon.engine.step.runtime.message import Gradients, Leaf
 from echelon.launching import Ranks
 
 Warm = Callable[[int], Ranks]

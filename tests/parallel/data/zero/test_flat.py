@@ -18,7 +18,7 @@ def flat_unit(group: Group, *sizes: int, resident: bool = False) -> FlatUnit:
     """Parameters whose elements are 0, 1, 2, … over all of them."""
     values = torch.arange(float(sum(sizes))).split(sizes)
     named = [(f"p{number}", nn.Parameter(value.clone())) for number, value in enumerate(values)]
-    return FlatUnit("unit", named, group, resident=resident)
+    return FlatUnit("unit", named, group, sharded=not resident)
 
 
 def values_of(unit: FlatUnit) -> list[list[float]]:
@@ -61,15 +61,15 @@ def test_parameters_parts_and_gradients_begin_at_multiples_of_256_bytes(
     named = [(f"p{size}", nn.Parameter(torch.full((size,), 2.0, dtype=dtype))) for size in sizes]
     for _, parameter in named:
         set_gradient_dtype(parameter, in_float32=True)
-    unit = FlatUnit("unit", named, RecordingGroup("data", rank, 3), resident=True)
-    gradient = unit.close_gradient()
-    for (_, parameter), view in zip(named, unit._weights, strict=True):
+    unit = FlatUnit("unit", named, RecordingGroup("data", rank, 3), sharded=False)
+    gradient = unit.gradient.close()
+    for (_, parameter), view in zip(named, unit._views._views, strict=True):
         assert parameter.data_ptr() == view.data_ptr()
         assert parameter.storage_offset() * dtype.itemsize % 256 == 0
         assert parameter.grad is not None
         assert parameter.grad.storage_offset() == parameter.storage_offset(), "one layout for both"
         assert parameter.grad.storage_offset() * gradient.itemsize % 256 == 0
-    part = unit.new_part(in_place=True)
+    part = unit.gradient.new_part(in_place=True)
     assert unit.shard.storage_offset() * dtype.itemsize % 256 == 0
     assert part.storage_offset() * part.itemsize % 256 == 0
     assert part.shape == unit.shard.shape
@@ -80,15 +80,15 @@ def test_parameters_parts_and_gradients_begin_at_multiples_of_256_bytes(
 def test_gradients_of_low_precision_are_float32_in_every_memory() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     set_gradient_dtype(weight, in_float32=True)
-    unit = FlatUnit("unit", [("w", weight)], RecordingGroup("data", 1, 2), resident=False)
+    unit = FlatUnit("unit", [("w", weight)], RecordingGroup("data", 1, 2), sharded=True)
     weight.sum().backward()
-    unit.accumulate(weight)
-    assert unit.take_gradient().dtype == torch.float32
-    first, second = unit.new_part(in_place=False), unit.new_part(in_place=False)
+    unit.gradient.accumulate(weight)
+    assert unit.gradient.take().dtype == torch.float32
+    first, second = unit.gradient.new_part(in_place=False), unit.gradient.new_part(in_place=False)
     first.fill_(1.0)
     second.fill_(2.0**-9)
-    unit.add_part(first)
-    unit.add_part(second)
+    unit.gradient.add_part(first)
+    unit.gradient.add_part(second)
     (run,) = unit.local_parameters()
     run.tensor.grad = unit.part_of_gradient(run)
     assert run.tensor.dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_the_shard_of_whole_weights_is_a_part_of_them(resident: bool) -> None:
 
 def test_runs_of_frozen_parameters_want_no_gradient() -> None:
     frozen = nn.Parameter(torch.arange(4), requires_grad=False)
-    unit = FlatUnit("unit", [("codes", frozen)], RecordingGroup("data", 0, 2), resident=False)
+    unit = FlatUnit("unit", [("codes", frozen)], RecordingGroup("data", 0, 2), sharded=True)
     assert not unit.trainable
     assert [run.tensor.requires_grad for run in unit.local_parameters()] == [False]
 
@@ -134,7 +134,7 @@ def test_free_gives_the_memory_back_and_leaves_not_a_number() -> None:
 
 def test_integers_that_are_freed_are_zero() -> None:
     codes = nn.Parameter(torch.arange(1, 5), requires_grad=False)
-    unit = FlatUnit("unit", [("codes", codes)], RecordingGroup("data", 0, 2), resident=False)
+    unit = FlatUnit("unit", [("codes", codes)], RecordingGroup("data", 0, 2), sharded=True)
     unit.free()
     with torch._C.DisableTorchFunctionSubclass():
         assert codes.tolist() == [0, 0, 0, 0]
@@ -193,62 +193,62 @@ def give_gradient(unit: FlatUnit, number: int, value: float) -> Tensor:
     """A gradient as autograd leaves it, moved to its place."""
     parameter = unit.parameters[number][1]
     parameter.grad = torch.full_like(parameter, value)
-    unit.accumulate(parameter)
+    unit.gradient.accumulate(parameter)
     return parameter.grad
 
 
 def test_a_gradient_takes_memory_when_it_comes_and_none_after_it_was_taken() -> None:
     unit = flat_unit(RecordingGroup("data", 0, 3), 2, 2)
-    assert unit.gradient is None
+    assert unit.gradient.buffer is None
     moved = give_gradient(unit, 0, 3.0)
-    assert unit.gradient is not None
-    assert moved.data_ptr() == unit.gradient.data_ptr()
-    taken = unit.take_gradient()
+    assert unit.gradient.buffer is not None
+    assert moved.data_ptr() == unit.gradient.buffer.data_ptr()
+    taken = unit.gradient.take()
     assert taken.tolist() == [3.0, 3.0, 0.0, 0.0, 0.0, 0.0], "zeros for the other parameter and the padding"
-    assert unit.gradient is None
+    assert unit.gradient.buffer is None
     assert [parameter.grad for _, parameter in unit.parameters] == [None, None]
 
 
 def test_an_opened_gradient_keeps_its_memory_and_forgets_its_values() -> None:
     unit = flat_unit(RecordingGroup("data", 0, 2), 4)
     give_gradient(unit, 0, 3.0)
-    before = unit.gradient
-    unit.open_gradient()
-    assert unit.gradient is before
-    assert unit.close_gradient().tolist() == [0.0, 0.0, 0.0, 0.0]
+    before = unit.gradient.buffer
+    unit.gradient.open()
+    assert unit.gradient.buffer is before
+    assert unit.gradient.close().tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 def test_parts_of_several_microbatches_add_up_in_the_memory_of_the_first() -> None:
     unit = flat_unit(RecordingGroup("data", 1, 2), 4)
-    parts = [unit.new_part(in_place=False) for _ in range(3)]
+    parts = [unit.gradient.new_part(in_place=False) for _ in range(3)]
     assert len({part.data_ptr() for part in parts}) == 3
     for part, value in zip(parts, (1.0, 10.0, 100.0), strict=True):
         part.fill_(value)
     for part in parts:
-        unit.add_part(part)
-    assert unit.part is parts[0]
-    assert unit.part.tolist() == [111.0, 111.0]
-    unit.has_part = False  # the next step
-    assert unit.new_part(in_place=False) is parts[0]
+        unit.gradient.add_part(part)
+    assert unit.gradient.part is parts[0]
+    assert unit.gradient.part.tolist() == [111.0, 111.0]
+    unit.gradient.has_part = False  # the next step
+    assert unit.gradient.new_part(in_place=False) is parts[0]
 
 
 def test_a_part_in_place_is_this_rank_s_part_of_the_whole_gradient() -> None:
     unit = flat_unit(RecordingGroup("data", 1, 2), 4)
     give_gradient(unit, 0, 3.0)
-    part = unit.new_part(in_place=True)
-    assert unit.gradient is not None
-    assert part.data_ptr() == unit.gradient[2:].data_ptr()
-    unit.add_part(part)
+    part = unit.gradient.new_part(in_place=True)
+    assert unit.gradient.buffer is not None
+    assert part.data_ptr() == unit.gradient.buffer[2:].data_ptr()
+    unit.gradient.add_part(part)
     assert part.tolist() == [3.0, 3.0]
 
 
 def test_every_run_finds_its_own_part_of_the_gradient() -> None:
     unit = flat_unit(RecordingGroup("data", 1, 3), 4, 3)
-    unit.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
+    unit.gradient.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
     found = {run.name: unit.part_of_gradient(run).tolist() for run in unit.local_parameters()}
     assert found == {"p0": [30.0], "p1": [40.0, 50.0]}
     resident = flat_unit(RecordingGroup("data", 1, 3), 4, 3, resident=True)
-    resident.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
+    resident.gradient.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
     found = {run.name: resident.part_of_gradient(run).tolist() for run in resident.local_parameters()}
     assert found == {"p0": [30.0], "p1": [40.0, 50.0]}, "though its shard begins inside the buffer"
 
@@ -256,6 +256,6 @@ def test_every_run_finds_its_own_part_of_the_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_freed_weights_are_not_a_number(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
-    FlatUnit("unit", [("p", parameter)], RecordingGroup("data"), resident=False).free()
+    FlatUnit("unit", [("p", parameter)], RecordingGroup("data"), sharded=True).free()
     with torch._C.DisableTorchFunctionSubclass():
         assert bool(parameter.detach().isnan().all())

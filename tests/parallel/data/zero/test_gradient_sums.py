@@ -30,7 +30,7 @@ class Sums:
         self.copies = DeferredGroup("copies", size=copies) if copies > 1 else NeverCalled()
         self.copies.ledger = self.shard.ledger
         self.units = [
-            FlatUnit(str(unit), [("w", nn.Parameter(torch.zeros(4)))], self.shard, resident=True)
+            FlatUnit(str(unit), [("w", nn.Parameter(torch.zeros(4)))], self.shard, sharded=False)
             for unit in range(units)
         ]
         self.sums = GradientSums(ShardGroups(self.shard, self.copies), in_place=in_place)
@@ -39,8 +39,8 @@ class Sums:
         """A gradient of 1, 2, 3, 4."""
         parameter = self.units[unit].parameters[0][1]
         parameter.grad = torch.arange(1.0, 5.0)
-        self.units[unit].accumulate(parameter)
-        self.sums.start(self.units[unit], last=last)
+        self.units[unit].gradient.accumulate(parameter)
+        self.sums.start(self.units[unit].gradient, last=last)
 
     @property
     def begun(self) -> list[tuple[str, str]]:
@@ -53,7 +53,7 @@ class Sums:
         return len(self.shard.pending) + len(second)
 
     def parts(self) -> list[list[float]]:
-        return [unit.part.tolist() for unit in self.units if unit.part is not None]
+        return [unit.gradient.part.tolist() for unit in self.units if unit.gradient.part is not None]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

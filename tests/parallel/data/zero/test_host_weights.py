@@ -13,7 +13,7 @@ from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data import Zero
 from echelon.parallel.data.zero.flat import FlatUnit
-from echelon.parallel.data.zero.host_weights import HostPlace, HostRun, HostWeights
+from echelon.parallel.data.zero.host_weights import HostPlace, HostRun, HostUnit, HostWeights
 from echelon.state.ownership import LocalParameter
 from tests.cases import adamw, mean_loss, vectors
 from tests.groups import DeferredGroup
@@ -102,10 +102,10 @@ def test_nothing_stays_behind_a_unit_that_does_not_fit() -> None:
 # A unit.
 
 
-def unit_of(group: Group, *, whole: bool) -> FlatUnit:
+def unit_of(group: Group, *, whole: bool) -> HostUnit:
     parameters = [("a", nn.Parameter(torch.arange(4.0).view(2, 2))), ("b", nn.Parameter(torch.ones(3)))]
     boundary = PretendedBoundary(group.ledger)
-    unit = FlatUnit("unit", parameters, group, resident=False, boundary=boundary, whole_on_host=whole)
+    unit = HostUnit("unit", parameters, group, boundary, sharded=not whole)
     unit.free()
     return unit
 
@@ -159,8 +159,8 @@ def test_an_update_reaches_the_host_whether_or_not_the_unit_is_in_use(whole: boo
     unit.put_back()
     unit.free()
     assert device_bytes(unit) == 0
-    assert unit.standing(first).tolist() == [[0, 10], [20, 30]]
-    assert unit.standing(second).tolist() == [1, 1, 1]
+    assert unit.stored_values(first).tolist() == [[0, 10], [20, 30]]
+    assert unit.stored_values(second).tolist() == [1, 1, 1]
 
 
 def test_a_change_by_a_pass_is_found() -> None:
@@ -169,7 +169,7 @@ def test_a_change_by_a_pass_is_found() -> None:
     unit.synchronize()
     unit.parameters[1][1].data.zero_()
     unit.free()
-    assert unit.end_watch() == ["b"]
+    assert unit.finish_watch() == ["b"]
 
 
 def test_a_read_between_steps_says_where_the_weight_is() -> None:

@@ -24,7 +24,7 @@ class Units:
     ) -> None:
         self.group = DeferredGroup()
         self.flats = [
-            FlatUnit(str(unit), [("w", nn.Parameter(torch.ones(2)))], self.group, resident=False)
+            FlatUnit(str(unit), [("w", nn.Parameter(torch.ones(2)))], self.group, sharded=True)
             for unit in range(number)
         ]
         self.residency = Residency(
@@ -169,7 +169,7 @@ def test_a_reset_frees_everything_also_what_a_failed_step_has_left() -> None:
 def test_frozen_integers_may_be_a_second_memory_of_a_unit() -> None:
     group = RecordingGroup("data", 0, 2)
     kinds = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.arange(2), requires_grad=False)]
-    flats = [FlatUnit("0", [("w", kind)], group, resident=False) for kind in kinds]
+    flats = [FlatUnit("0", [("w", kind)], group, sharded=True) for kind in kinds]
     residency = Residency([flats], [[0]], 0, group.ledger, None)
     residency.reset()
     assert residency.num_gathered == 0
@@ -220,7 +220,7 @@ def test_ranks_that_gathered_the_same_units_agree() -> None:
 
 def test_weights_that_stay_need_no_agreement() -> None:
     group = DeferredGroup()
-    flat = FlatUnit("0", [("w", nn.Parameter(torch.ones(2)))], group, resident=True)
+    flat = FlatUnit("0", [("w", nn.Parameter(torch.ones(2)))], group, sharded=False)
     assert Residency([[flat]], [[0]], 1, group.ledger, None).compare(group) == {}
     assert group.ledger.moves == []
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data.zero.flat import FlatUnit
+from echelon.parallel.data.zero.flat import FlatUnit, UnitOwner
 from echelon.parallel.data.zero.weight_access import (
     FreedParameter,
     Idle,
@@ -36,7 +36,7 @@ class Weight(nn.Parameter):
 
 
 def freed_unit(parameter: nn.Parameter) -> FlatUnit:
-    unit = FlatUnit("unit", [("layer.weight", parameter)], RecordingGroup("data", 0, 2), resident=False)
+    unit = FlatUnit("unit", [("layer.weight", parameter)], RecordingGroup("data", 0, 2), sharded=True)
     unit.free()
     return unit
 
@@ -81,15 +81,15 @@ def test_who_reads_a_freed_weight_is_told_its_name(read: object) -> None:
 
 def test_its_owner_may_gather_it_and_then_it_is_what_it_was() -> None:
     parameter = Weight(torch.arange(4.0))
-    unit = FlatUnit("unit", [("w", parameter)], RecordingGroup("data", 0, 1), resident=False)
-    unit.free()
     reads = []
 
-    def gather(flat: FlatUnit) -> None:
-        reads.append(flat)
-        flat.gather()
+    class Owner(UnitOwner):
+        def read_unit(self, unit: FlatUnit) -> None:
+            reads.append(unit)
+            unit.gather()
 
-    unit.on_read = gather
+    unit = FlatUnit("unit", [("w", parameter)], RecordingGroup("data", 0, 1), sharded=True, owner=Owner())
+    unit.free()
     assert torch.equal(parameter * 2, torch.tensor([0.0, 2.0, 4.0, 6.0]))
     assert (reads, type(parameter)) == ([unit], Weight)
 
@@ -97,7 +97,7 @@ def test_its_owner_may_gather_it_and_then_it_is_what_it_was() -> None:
 def test_a_weight_on_its_way_is_waited_for() -> None:
     """Gathered ahead, it was memory that nobody had written to yet."""
     parameter, group = nn.Parameter(torch.ones(4)), DeferredGroup()
-    unit = FlatUnit("unit", [("w", parameter)], group, resident=False)
+    unit = FlatUnit("unit", [("w", parameter)], group, sharded=True)
     unit.free()
     unit.gather()
     assert group.pending
@@ -117,7 +117,7 @@ def test_autograd_does_not_read_a_freed_weight_that_it_has_saved() -> None:
     """It read not-a-number, and through a view of the weight memory that was gone."""
     for operation in (lambda x, w: x * w, lambda x, w: x @ w.t()):
         parameter = nn.Parameter(torch.ones(3, 3), requires_grad=False)
-        unit = FlatUnit("unit", [("w", parameter)], RecordingGroup("data", 0, 1), resident=False)
+        unit = FlatUnit("unit", [("w", parameter)], RecordingGroup("data", 0, 1), sharded=True)
         x = torch.ones(3, 3, requires_grad=True)
         output = operation(x, parameter).sum()
         unit.free()
@@ -135,7 +135,7 @@ def _is_finite(tensor: Tensor | None) -> bool:
 
 def test_a_change_in_place_that_would_be_lost_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    unit = FlatUnit("unit", [("w", parameter)], RecordingGroup("data", 0, 1), resident=False)
+    unit = FlatUnit("unit", [("w", parameter)], RecordingGroup("data", 0, 1), sharded=True)
     with torch.no_grad():
         parameter.mul_(2)
     with pytest.raises(UserError, match="w: changed in place during a forward"):

@@ -47,7 +47,7 @@ def test_at_most_two_whole_gradients_are_there_at_once(level: int, microbatches:
 
     def note(_: object) -> None:
         on_the_way.append(sum(not storage.expired() for storage in group.reduced))
-        produced.append(sum(flat.gradient is not None for unit in sharing._flats for flat in unit))
+        produced.append(sum(flat.gradient.buffer is not None for flat in sharing._flats))
 
     for parameter in model.parameters():
         parameter.register_hook(note)
@@ -272,7 +272,7 @@ def test_what_other_stages_hold_too_is_sharded_by_itself(is_trained: bool) -> No
     model.requires_grad_(is_trained)
     parameter_set = set_of(model, DeferredGroup(), separate_shards={model["tied"]})
     sharing = Zero(parameter_set, 3, Wrapping())
-    names = [[name for name, _ in flat.parameters] for unit in sharing._flats for flat in unit]
+    names = [[name for name, _ in flat.parameters] for flat in sharing._flats]
     assert names == [["other", "own"], ["tied"]]
 
 

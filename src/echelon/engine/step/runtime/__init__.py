@@ -3,10 +3,10 @@
 It runs every plan; a model in one stage is the smallest pipeline.
 """
 
-from echelon.engine.step.runtime.interpreter import Interpreter, StageRuntime
-from echelon.engine.step.runtime.microbatch import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.flight import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.interpreter import Interpreter
+from echelon.engine.step.runtime.message import Spec
 from echelon.engine.step.runtime.script import Script, Slot
-from echelon.engine.step.runtime.structure import Spec
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
 
@@ -17,7 +17,6 @@ __all__ = [
     "Script",
     "Slot",
     "Spec",
-    "StageRuntime",
     "Versions",
     "Wire",
 ]

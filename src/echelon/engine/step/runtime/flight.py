@@ -3,7 +3,8 @@
 Of the outputs only the way back is kept: their values are freed when they are sent, or used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from echelon.engine.step.runtime.message import Gradients
+from echelon.engine.step.runtime.message import Gradients, Leaf, Spec
 from echelon.engine.step.runtime.split_backward import SplitBackward
-from echelon.engine.step.runtime.structure import Leaf, Spec
+from echelon.update.numbers import Number
 
 
 class Value(NamedTuple):
@@ -76,3 +77,31 @@ class Flight:
 def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Those that want a gradient."""
     return [leaf for leaf in leaves if leaf.wants_gradient]
+
+
+# A microbatch, as the stages of a rank may need it.
+
+
+class MicrobatchLoss(NamedTuple):
+    """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
+    backward pass: the count of its update, as far as it is known, by the loss scale."""
+
+    total: Tensor
+    counted: Number
+    normaliser: Number
+
+
+class Microbatch(NamedTuple):
+    """One microbatch as a stage may need it.
+
+    `form` names the shapes and types of its inputs, the same on all ranks; `scope` opens its place in the
+    training; `normaliser` knows the counts of all losses of its step, which are multiplied by `loss_scale`.
+    """
+
+    inputs: Any
+    targets: Any
+    weight: int
+    form: str
+    scope: Callable[[], AbstractContextManager[None]] = nullcontext
+    normaliser: Any = None
+    loss_scale: Number = 1.0

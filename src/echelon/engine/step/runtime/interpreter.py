@@ -7,20 +7,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echelon.engine.step.runtime.flight import Flight, Value, wanted
+from echelon.engine.step.runtime.flight import Flight, Microbatch, MicrobatchLoss, Value, wanted
 from echelon.engine.step.runtime.mailbox import Mailbox
-from echelon.engine.step.runtime.message import TALLY, Gradients
-from echelon.engine.step.runtime.microbatch import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.message import TALLY, Gradients, Leaf
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
 from echelon.engine.step.runtime.span_timer import SpanTimer, clock_of
-from echelon.engine.step.runtime.split_backward import SplitBackward
-from echelon.engine.step.runtime.structure import Leaf
-from echelon.engine.step.runtime.tensor_hooks import watch_hooks
+from echelon.engine.step.runtime.split_backward import SplitBackward, watch_hooks
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
 from echelon.errors import UserError
 from echelon.launching import at_instruction
 from echelon.nn.autograd.in_place import enter
+from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
 
@@ -28,20 +26,17 @@ from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
 _LETS_POST = {Op.FORWARD} | RECEIVES
 
 
-class StageRuntime(Protocol):
-    """What instructions mean beyond a single stage: the loss, what is around a forward, and the update."""
+class LossFunction(Protocol):
+    """The loss of a microbatch, which the last stage computes."""
 
-    @property
-    def counts_loss(self) -> bool:
-        """Whether losses are this rank's to count: others may have computed the same."""
+    are_counted: bool  # whether losses are this rank's to count: others may have computed the same
 
-    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss: ...
-    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]: ...
-    def store(self, slot: Slot) -> None: ...
-    def fetch(self, slot: Slot) -> None: ...
-    def set_aside(self, slot: Slot) -> None: ...
-    def start_backwards(self, tally: Tensor) -> None: ...
-    def reduce(self, stage: Stage) -> None: ...
+    def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss: ...
+
+
+class UpdateRuntime(Protocol):
+    """What the last instructions of a program mean, when all gradients are summed."""
+
     def tie(self) -> None: ...
     def norm(self, tally: Tensor) -> None: ...
     def update(self) -> None: ...
@@ -54,12 +49,14 @@ class Interpreter:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        runtime: StageRuntime,
+        losses: LossFunction,
+        observers: Observers,
+        runtime: UpdateRuntime,
         wire: Wire,
         device: torch.device,
         versions: Versions | None,
     ) -> None:
-        self._stages, self._runtime = stages, runtime
+        self._stages, self._losses, self._observers, self._runtime = stages, losses, observers, runtime
         self._device, self._versions = device, versions
         self._inputs: dict[Slot, Value] = {}
         self._outputs: dict[Slot, Value] = {}
@@ -78,7 +75,7 @@ class Interpreter:
             Op.RECV_ACTIVATION: self._recv_activation,
             Op.SEND_GRADIENT: self._send_gradient,
             Op.RECV_GRADIENT: self._recv_gradient,
-            Op.STORE: lambda instruction: self._runtime.store(slot_of(instruction)),
+            Op.STORE: lambda instruction: self._observers.tell("store", slot_of(instruction)),
             Op.FETCH: self._fetch,
             Op.GATHER: self._gather,
             Op.FREE: lambda instruction: self._stages[instruction.stage].free(),
@@ -104,19 +101,22 @@ class Interpreter:
             self._since_update = self._tally
         self._mailbox.start_step(script, feed)
         self._timer.start_step(script.rank, script.instructions)
-        for self._at, instruction in enumerate(script.instructions):
-            at_instruction(script.labels[self._at])
-            if self._at == script.turn:
-                self._runtime.start_backwards(self._tally)
-            with explain_second_order():
-                self._do[instruction.op](instruction)
-            if instruction.op in _LETS_POST:
-                self._mailbox.post_ahead()
-            self._timer.finish_instruction()
+        with explain_second_order():
+            self._execute(script)
         at_instruction("")
         self._mailbox.finish_step()
         self._feed = {}
         return self._tally
+
+    def _execute(self, script: Script) -> None:
+        for self._at, instruction in enumerate(script.instructions):
+            at_instruction(script.labels[self._at])
+            if self._at == script.first_backward:
+                self._observers.tell("before_backwards", self._tally)
+            self._do[instruction.op](instruction)
+            if instruction.op in _LETS_POST:
+                self._mailbox.post_ahead()
+            self._timer.finish_instruction()
 
     @property
     def instruction(self) -> Instruction:
@@ -146,11 +146,19 @@ class Interpreter:
     def _forward(self, instruction: Instruction) -> None:
         microbatch = self._feed[microbatch_of(instruction)]
         value, flight = self._enter(instruction, microbatch)
-        around = self._runtime.around(microbatch, slot_of(instruction), value)
-        with around, self._weights(instruction), self._watch_hooks(flight):
-            output = self._stages[instruction.stage].forward(value)
+        inputs, targets, weight, *_ = microbatch
+        trains = microbatch.normaliser is not None
+        forward = ForwardPass(slot_of(instruction), value, inputs, targets, weight, trains)
+        with (
+            self._observers.around("around_pass", forward),
+            microbatch.scope(),
+            self._weights(instruction),
+            self._watch_hooks(flight),
+        ):
+            with self._observers.around("around_layers", forward):
+                output = self._stages[instruction.stage].forward(value)
             last = instruction.stage == self._script.program.stages - 1
-            result = self._runtime.loss(output, microbatch) if last else None
+            result = self._losses.of(output, microbatch, forward) if last else None
         if result is not None:
             flight.leave_with_loss(self._count(instruction, result))
         else:
@@ -173,9 +181,11 @@ class Interpreter:
         count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
-            if counted is not None and self._runtime.counts_loss:
-                for place, number in enumerate((total.detach(), count, count * normaliser)):
-                    counted[place].add_(number)
+            if counted is not None and self._losses.are_counted:
+                counted_total, counted_samples, counted_weight = counted.unbind()
+                counted_total.add_(total.detach())
+                counted_samples.add_(count)
+                counted_weight.add_(count * normaliser)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
         mean = total / normaliser
@@ -195,28 +205,36 @@ class Interpreter:
     def _backward(self, instruction: Instruction) -> None:
         slot = slot_of(instruction)
         flight, gradients = self._flights.pop(slot), self._gradients.pop(slot)
+        backward = BackwardPass(slot, "both", has_work=True)
+        self._observers.tell("before_backward", backward)
         # What is computed again in the backward pass needs the weights of the forward.
         with self._accumulating(instruction), self._weights(instruction):
             outputs, known = flight.known(gradients)
             if outputs:
                 torch.autograd.backward(outputs, known)
+        self._observers.tell("after_backward", backward)
         self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
         self._add_up(gradients.tally)
 
     def _backward_input(self, instruction: Instruction) -> None:
-        flight, gradients = self._flights[slot_of(instruction)], self._gradients.pop(slot_of(instruction))
+        slot = slot_of(instruction)
+        flight, gradients = self._flights[slot], self._gradients.pop(slot)
+        backward = BackwardPass(slot, "inputs", has_work=bool(flight.inputs))
+        self._observers.tell("before_backward", backward)
         flight.split = SplitBackward(*flight.known(gradients), flight.inputs, is_hooked=flight.is_hooked)
         self._stages[instruction.stage].start_early_backward()
         self._pass_back(instruction, flight, Gradients(flight.split.for_inputs(), gradients.tally))
-        if flight.inputs:
-            self._runtime.set_aside(slot_of(instruction))
+        self._observers.tell("after_backward", backward)
         self._add_up(gradients.tally)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         flight = self._flights.pop(slot_of(instruction))
         assert flight.split is not None
+        backward = BackwardPass(slot_of(instruction), "weights", has_work=True)
+        self._observers.tell("before_backward", backward)
         with self._accumulating(instruction):
             flight.split.for_weights()
+        self._observers.tell("after_backward", backward)
 
     @contextmanager
     def _watch_hooks(self, flight: Flight) -> Iterator[None]:
@@ -265,7 +283,7 @@ class Interpreter:
         following = self._script.instructions[self._at :]
         use = next(later.op for later in following if later.op in COMPUTE and slot_of(later) == slot)
         if use is not Op.BACKWARD_INPUT or self._flights[slot].inputs:  # else nothing is computed
-            self._runtime.fetch(slot)
+            self._observers.tell("fetch", slot)
 
     # Weights.
 
@@ -286,7 +304,8 @@ class Interpreter:
         stage = self._stages[instruction.stage]
         for left in reversed(range(self._rounds_to_make_up(stage))):
             stage.make_up_round(last=left == 0)
-        self._runtime.reduce(stage)
+        self._observers.tell("before_reduce")
+        stage.reduce()
 
     def _rounds_to_make_up(self, stage: Stage) -> int:
         return self._script.missing_rounds(stage.index) if stage.lockstep else 0

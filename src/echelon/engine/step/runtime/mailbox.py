@@ -13,11 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from echelon.collectives import about_content
-from echelon.engine.step.runtime.flight import Flight, Value
-from echelon.engine.step.runtime.message import Gradients
-from echelon.engine.step.runtime.microbatch import Microbatch
+from echelon.engine.step.runtime.flight import Flight, Microbatch, Value
+from echelon.engine.step.runtime.message import Gradients, Leaf
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, peer_of, slot_of
-from echelon.engine.step.runtime.structure import Leaf
 from echelon.engine.step.runtime.wire import Posted, Wire
 from echelon.program import Instruction, Op
 
@@ -125,7 +123,7 @@ class Mailbox:
         return instruction.stage - 1, self._look(instruction)
 
     def _look(self, instruction: Instruction) -> str:
-        return self._feed[microbatch_of(instruction)].look
+        return self._feed[microbatch_of(instruction)].form
 
 
 def _content_of(instruction: Instruction) -> str:

@@ -20,7 +20,9 @@ class Script:
         self.labels = [_label(instruction) for instruction in self.instructions]
         self.lasts = frozenset(self._last_backwards())
         # Where the first backward pass begins, or what follows it on other ranks; None: there is none.
-        self.turn = next((place for place, i in enumerate(self.instructions) if i.op in AFTER_FORWARDS), None)
+        self.first_backward = next(
+            (place for place, i in enumerate(self.instructions) if i.op in AFTER_FORWARDS), None
+        )
         self.receives: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:
             if instruction.op in RECEIVES:

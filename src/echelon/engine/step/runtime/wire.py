@@ -25,8 +25,7 @@ from torch import Tensor
 
 from echelon.collectives import Edge, Edges, Handle
 from echelon.engine.step.runtime import message
-from echelon.engine.step.runtime.message import CODE_BYTES, TALLY, Gradients, Layout
-from echelon.engine.step.runtime.structure import Leaf, Spec
+from echelon.engine.step.runtime.message import CODE_BYTES, TALLY, Gradients, Layout, Leaf, Spec
 
 Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
 Way = tuple[int, Key]  # and the rank at the other end

@@ -1,25 +1,29 @@
-"""The standing copy of a unit's weights, in host memory. The device has them while something uses them.
+"""Units whose weights lie in host memory (offload=parameters). The device has them while something uses them.
 
 host      | weights | padding |      as the last update has left them, pinned
-device    |     fetched       |      the same layout; its memory comes and goes
+device    |     fetched       |      the same layout; its memory is allocated for each use
 
 fetch     host → device, ahead of a use or an update
 store     device → host, behind an update
 drop      gives the device's memory back
 """
 
+from collections.abc import Set
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from echelon.collectives import Group
 from echelon.collectives.boundary import Copy, HostBoundary
+from echelon.parallel.data.parameter_set import Unit
+from echelon.parallel.data.zero.flat import FlatUnit, UnitOwner
 from echelon.state.ownership import LocalParameter
 
 
 @final
 class HostPlace:
-    """Where the weights of units stand: the first that fit into `resident_bytes` on the device, all others in
-    host memory."""
+    """Where the weights of units are kept: the first that fit into `resident_bytes` on the device, all others
+    in host memory."""
 
     def __init__(self, boundary: HostBoundary, resident_bytes: int = 0, *, updates: bool = False) -> None:
         """`updates`: they are updated there too (offload=optimizer)."""
@@ -44,10 +48,10 @@ class HostWeights:
         self._host = boundary.empty(tensor.numel(), tensor.dtype)
         self._host.copy_(tensor)
         self.is_here = True
-        self._fetch: Copy | None = None  # that nobody has waited for
+        self._fetch: Copy | None = None  # that no stream has waited for
         self._last_fetch: Copy | None = None
         self._store: Copy | None = None
-        self.is_storing = False  # nobody has waited for the last store
+        self.is_storing = False  # no stream has waited for the last store
 
     @property
     def memory(self) -> Tensor:
@@ -69,7 +73,7 @@ class HostWeights:
             self._fetch = self._last_fetch = self._boundary.fetch(self.tensor, self._host)
 
     def wait(self) -> None:
-        """What the device is given from now on finds the weights here."""
+        """Let what is launched from now on wait for the weights, on the device; the host goes on."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
@@ -85,14 +89,16 @@ class HostWeights:
         self._store, self.is_storing = self._boundary.store(self._host, self.tensor), True
 
     def close(self) -> None:
-        """Let go of the host's memory; nobody needs the weights any more. Copies hold it too, and those that
-        still run are held by the boundary."""
+        """Let go of the host's memory: the engine is closed. Copies hold it too, and those that still run are
+        held by the boundary."""
         self._host = self._host.new_empty(0)
         self._fetch = self._last_fetch = self._store = None
 
     def drop(self) -> None:
         """Give the device's memory back, when no copy needs it any more."""
         if self.is_here:
+            # The caching allocator gives this memory to the next allocation of the computing stream at once:
+            # that stream must be behind the copies, which run on streams of their own.
             self.wait()
             if self._store is not None:
                 self._store.wait()
@@ -102,7 +108,7 @@ class HostWeights:
 
 @final
 class HostRun:
-    """A local parameter in the standing copy of its unit, which the host updates."""
+    """A local parameter in the host memory of its unit, which the host updates."""
 
     def __init__(self, host: HostWeights, local: LocalParameter) -> None:
         self._host, self._shape, self._size = host, local.tensor.shape, local.tensor.numel()
@@ -115,3 +121,143 @@ class HostRun:
     @property
     def memory(self) -> Tensor:
         return self._host.memory[self._begin : self._begin + self._size].view(self._shape)
+
+
+@final
+class HostUnit(FlatUnit):
+    """A unit that lies in host memory between uses: this rank's shard, or the whole weights, of which the
+    shard then is a part."""
+
+    offloaded = True
+
+    def __init__(
+        self,
+        name: str,
+        parameters: list[tuple[str, nn.Parameter]],
+        group: Group,
+        boundary: HostBoundary,
+        *,
+        sharded: bool,
+        owner: UnitOwner | None = None,
+    ) -> None:
+        super().__init__(name, parameters, group, sharded=sharded, owner=owner)
+        self.host = HostWeights(self.shard if sharded else self.flat, boundary)
+        self._is_fetching = False  # for a gather
+
+    def gather(self) -> None:
+        """Begin to make the weights whole. A shard is fetched by the first call, and gathered by the next
+        one, or by `synchronize`: so that its copy is done, or nearly, when a message waits for it."""
+        if not self.is_gathered:
+            self.is_gathered = True
+            self._fetch()
+            self._is_fetching = True
+        elif self._is_fetching and self.sharded:
+            self._finish_fetch()
+
+    def _fetch(self) -> None:
+        if not self.host.is_here:
+            self._owner.wait_for_weights(self._local)
+        self.host.fetch()
+
+    def _finish_fetch(self) -> None:
+        self.host.wait()
+        self._is_fetching = False
+        if self.sharded:
+            self._gather_shards()
+
+    def synchronize(self) -> None:
+        was_fetching = self._is_fetching
+        if was_fetching:
+            self._finish_fetch()
+        if self._gathering is not None:
+            super().synchronize()
+            if self.sharded:
+                self.host.drop()  # the whole weights are here
+        elif was_fetching:
+            self._show()
+
+    def free(self) -> None:
+        """Give the device's memory back; the weights stay in host memory."""
+        if not self.is_gathered:
+            return
+        if self._is_fetching and self.sharded:  # its messages have not begun
+            self._is_fetching = False
+        else:
+            self.synchronize()
+            self._hide()
+            if self.sharded:
+                self.flat.untyped_storage().resize_(0)
+        self.is_gathered = False
+        self._let_go()
+
+    def fetch(self) -> None:
+        if not (self.sharded and self.is_gathered):
+            self._fetch()
+
+    def bring(self) -> None:
+        if self.is_gathered:
+            self.synchronize()
+        self._fetch()
+        self.host.wait()
+
+    def put_back(self) -> None:
+        if not self.sharded and self.group.size > 1:
+            self.group.all_gather(self.flat, self.shard)
+        self.host.store()
+        if self.sharded or not self.is_gathered:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what is needed no more on the device: now, or when its store is done."""
+        if self.host.is_storing:
+            self._owner.store_unit(self)
+        else:
+            self.host.drop()
+
+    def drop(self) -> None:
+        in_use = self._is_fetching if self.sharded else self.is_gathered
+        if not in_use:
+            self.host.drop()
+
+    def stored_values(self, local: LocalParameter) -> Tensor:
+        begin = local.tensor.storage_offset() - self.host.tensor.storage_offset()
+        return self.host.values[begin : begin + local.tensor.numel()].view(local.tensor.shape)
+
+    def host_run(self, local: LocalParameter) -> HostRun:
+        """Where a run lies in host memory."""
+        return HostRun(self.host, local)
+
+    def close(self) -> None:
+        super().close()
+        self.host.close()
+
+
+def flatten(
+    unit: Unit,
+    group: Group,
+    separate: Set[nn.Parameter],
+    sharded: bool,
+    host: HostPlace | None,
+    owner: UnitOwner,
+) -> list[FlatUnit]:
+    """The memory of one unit: its trained parameters and, where weights leave the device, its frozen ones;
+    for each kind and type of its own. A parameter of `separate` is sharded by itself. `sharded`: each rank
+    keeps a part of the weights."""
+    kinds: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in unit.parameters:
+        if parameter.requires_grad or sharded or host is not None:
+            own = name if parameter in separate else ""
+            kind = (parameter.requires_grad, parameter.dtype, parameter.device, own)
+            kinds.setdefault(kind, []).append((name, parameter))
+    flats = []
+    for parameters in kinds.values():
+        size = sum(p.numel() * p.element_size() for _, p in parameters)
+        boundary = None if host is None else host.boundary_for(size // group.size if sharded else size)
+        flat = (
+            FlatUnit(unit.name, parameters, group, sharded=sharded, owner=owner)
+            if boundary is None
+            else HostUnit(unit.name, parameters, group, boundary, sharded=sharded, owner=owner)
+        )
+        flat.free()  # before the next unit takes memory
+        flats.append(flat)
+    return flats

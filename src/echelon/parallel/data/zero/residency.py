@@ -43,8 +43,6 @@ class Residency:
         # With updates in the backward pass one of prefetch + 1 places is for what is being stored.
         self._behind = 1 if stores and prefetch > 1 else 0
         self._leaving: deque[FlatUnit] = deque()  # units on their way to host memory, not in use any more
-        for flat in (flat for unit in units for flat in unit if flat.host is not None):
-            flat.on_store = self._let_go
         self._sequence = list(range(len(units)))
         self._trace: list[int] = []
 
@@ -96,7 +94,7 @@ class Residency:
             self._synchronize(need)
 
     def hold(self, index: int) -> None:
-        """Return when unit `index` is gathered; nobody says when it is no longer needed, so it stays."""
+        """Return when unit `index` is gathered, for a read outside of its module: no hook tells its end."""
         if index not in self._held:
             self._held.add(index)
             self._users[index] += 1
@@ -112,7 +110,7 @@ class Residency:
 
     @property
     def in_use(self) -> bool:
-        """Whether a module runs."""
+        """Return whether a module runs."""
         return any(users > (index in self._held) for index, users in enumerate(self._users))
 
     def ahead(self, *, backward: bool) -> None:
@@ -128,7 +126,7 @@ class Residency:
                 self._free(index)
 
     def leave(self, index: int) -> None:
-        """Free what nobody uses any more."""
+        """Free what has no user any more."""
         for need in self._needs[index]:
             self._users[need] -= 1
             if self._users[need] == 0:
@@ -147,14 +145,14 @@ class Residency:
     def _ahead(self, backward: bool) -> int:
         return self._prefetch - (self._behind if backward else 0)
 
-    def _let_go(self, flat: FlatUnit) -> None:
-        """A unit is being stored: the next one that is finds its memory free."""
+    def store(self, flat: FlatUnit) -> None:
+        """A unit is being copied to the host, and drops its memory when the next one is."""
         self._leaving.append(flat)
         while len(self._leaving) > self._behind:
             self._leaving.popleft().drop()
 
     def compare(self, group: Group) -> dict[Problem, Tensor]:
-        """Whether ranks gathered different units in this step: they have got each other's weights."""
+        """Return whether ranks gathered different units in this step: they have got each other's weights."""
         moving = [flat for unit in self._units for flat in unit if not flat.resident]
         if not moving:
             return {}
@@ -166,7 +164,7 @@ class Residency:
         return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
 
     def _gather(self, index: int) -> None:
-        if any(flat.comings.gathers and not flat.is_gathered for flat in self._units[index]):
+        if any(flat.sharded and not flat.is_gathered for flat in self._units[index]):
             check_not_alone("all_gather", "data")
         if self._agreement is not None and not all(flat.is_gathered for flat in self._units[index]):
             self._agreement.gather(index)

@@ -23,7 +23,7 @@ from echelon.parallel.data.sharing import Problem
 
 @final
 class GatherAgreement:
-    """What the ranks that shard one copy are about to do, until it is closed.
+    """Compares what the ranks that shard one copy are about to do, until it is closed.
 
     `replicas`: all ranks of the set. One of several groups that stopped in the middle of a step would leave
     the others waiting, so all are told at the end of each pass.
@@ -37,7 +37,7 @@ class GatherAgreement:
         self._actions += [f"reduces the gradients of {name}" for name in names]
         self._num_units = len(units)
         self._is_open = True
-        self._error: UserError | None = None  # is raised again: whoever runs a pass may have caught it
+        self._error: UserError | None = None  # is raised again: the code around a pass may have caught it
 
     def close(self) -> None:
         """All ranks agree: compare no more."""
@@ -66,7 +66,7 @@ class GatherAgreement:
             self._fail(self._difference(actions))
 
     def _is_told(self, has_difference: bool) -> bool:
-        """Whether any group has found a difference; once per pass on each rank."""
+        """Return whether any group has found a difference; once per pass on each rank."""
         if self._replicas.size == self._group.size:
             return False
         flag = torch.tensor([has_difference], dtype=torch.uint8, device=self._device)

@@ -20,7 +20,7 @@ LARGEST = 512 * 2**20
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-# These are never called: whoever has them reads them.
+# These are never called: the modules that have them read them.
 _PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 # These use their children's weights without calling the children.
@@ -89,7 +89,7 @@ def _by_size(
 
 
 def _holds_blocks(module: nn.Module, smallest: int, kinds: tuple[type, ...]) -> bool:
-    """Whether there is a list inside of modules that are worth a message each, and are no single matrices."""
+    """Return whether it holds a list of modules that are worth a message each, and more than a matrix."""
     for inside in module.modules():
         members = inside.children() if isinstance(inside, kinds) else ()
         blocks = [m for m in members if any(True for _ in m.children()) and _num_bytes(m) >= smallest]
@@ -111,12 +111,12 @@ def _tied_outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 def _outside_parameters(model: nn.Module, units: list[nn.Module]) -> list[nn.Parameter]:
-    """What is read while no unit runs."""
+    """Return the parameters that are read while no unit runs."""
     return [p for module in _outside(model, units) for p in _direct_parameters(module)]
 
 
 def _direct_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those that are in no child; a stage names the parameters of all of its layers as its own."""
+    """Return parameters that are in no child; a stage names those of all of its layers as its own."""
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 

@@ -7,12 +7,13 @@ and again from the moment the gradient of its output is there to the moment the 
     backward                     [enter ── backward ── leave]
 
 A module that is called twice has two uses. One without inputs that need gradients (the embedding of tokens),
-or with inputs that are leaves, leaves when the whole backward pass is over, or earlier when the owner of the
-hooks finds its unit complete.
+or with inputs that are leaves, leaves when the whole backward pass is over, or earlier when the gradient of
+its unit is complete.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.errors import UserError
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data.parameter_set import Unit
+from echelon.parallel.data.zero.flat import FlatUnit
+from echelon.parallel.data.zero.residency import Residency
+from echelon.parallel.data.zero.unit_agreement import GatherAgreement, explain_mismatch
+from echelon.parallel.data.zero.weight_views import Placement
 
 
 class Use:
@@ -81,7 +88,10 @@ class UseHooks:
         self._leave(use)
 
     def _begin_backward(self, use: Use, consumers: list[Use]) -> None:
-        """The gradient of an output is there: whoever had only it as input is through, and lets go first."""
+        """The gradient of an output is there: a use that had only it as input is through, and leaves first.
+
+        Its own hook would tell only after this one, and one more unit would be gathered meanwhile.
+        """
         for consumer in consumers:
             self.end_backward(consumer)
         if not use.in_backward and not use.over:
@@ -96,15 +106,151 @@ class UseHooks:
             self._leave(use)
 
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
-        """Learn when the gradients of all inputs are there: then the backward pass is through the module."""
+        """Find out when the gradients of all inputs are there: the backward pass is through the module."""
         inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-        # Autograd may tell of a leaf before it tells of the module's own weights, which are leaves too. The
-        # inputs of a reentrant checkpoint are.
+        # Autograd may call the hook of a leaf before those of the module's own weights, which are leaves too.
+        # The inputs of torch's reentrant checkpoint are leaves.
         if inputs and not any(tensor.is_leaf for tensor in inputs):
             use.watched = True
             if len(inputs) == 1 and inputs[0] in self._consumers:
                 self._consumers[inputs[0]].append(use)
             register_multi_grad_hook(inputs, lambda _: self.end_backward(use))
+
+
+@final
+class UnitUses:
+    """Gathers units for their uses in the passes of a step, where whole weights do not stay on the device."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        flats: Sequence[list[FlatUnit]],
+        residency: Residency,
+        agreement: GatherAgreement | None,
+        wrapping: Wrapping,
+    ) -> None:
+        """`flats`: the memory of each unit. `agreement`: where ranks gather weights together."""
+        self._flats, self._residency, self._agreement = flats, residency, agreement
+        self._needs = [unit.needs for unit in units]
+        self._unit_of = {flat: index for index, unit in enumerate(flats) for flat in unit}
+        self._in_backward: list[Use] = []  # uses whose backward pass has begun
+        self._in_pass = False
+        # Torch calls hooks in the order in which they were set: these come before those of the reducer, which
+        # may free a unit when its last gradient is there.
+        self._checks = [
+            parameter.register_post_accumulate_grad_hook(lambda p, flat=flat: _check_gathered(flat, p))
+            for flat in self._unit_of
+            for _, parameter in flat.parameters
+            if parameter.requires_grad
+        ]
+        self._hooks = UseHooks(
+            [unit.module for unit in units], wrapping, self._enter, self._leave, self._hold_returned
+        )
+
+    def start_step(self) -> None:
+        """Forget what a step that failed has left."""
+        self.finish_backward()
+        self._in_pass = False
+
+    def start_pass(self, *, backward: bool) -> None:
+        """Begin to gather what a pass uses first."""
+        self._in_pass = True
+        self._residency.ahead(backward=backward)
+
+    def finish_pass(self) -> None:
+        """Free what was gathered ahead and not used."""
+        self._in_pass = False
+        if self._agreement is not None:
+            self._agreement.finish_pass()
+        with explain_mismatch():
+            if torch.is_grad_enabled():
+                self._residency.free_unused()
+            else:
+                self._residency.release()
+
+    def abandon_pass(self) -> None:
+        """A pass has raised: no module runs any more."""
+        self._in_pass = False
+        self._in_backward = []
+        self._residency.abandon()
+
+    def finish_backward(self) -> None:
+        """The backward pass is over, for all uses."""
+        for use in self._in_backward:
+            self._hooks.end_backward(use)
+        self._in_backward = []
+
+    def end_reduced(self, flat: FlatUnit, later: Sequence[FlatUnit]) -> None:
+        """The gradient of `flat` is complete: uses of its unit end that no input will end (the embedding of
+        tokens), unless some of the unit is among what is reduced `later`."""
+        for use in self._in_backward:
+            unit = self._flats[use.unit]
+            if not use.watched and flat in unit and not any(each in later for each in unit):
+                self._hooks.end_backward(use)
+
+    @contextmanager
+    def second_run(self, module: nn.Module) -> Iterator[None]:
+        """Around a module's forward that runs again in the backward pass."""
+        unit = self._hooks.unit_of(module)
+        if unit is None:
+            yield
+            return
+        with explain_mismatch():
+            self._residency.enter_again(unit)
+        try:
+            yield
+        finally:
+            self._residency.leave(unit)
+
+    def read(self, flat: FlatUnit) -> None:
+        """A weight is read outside of the module that owns it; during a step all ranks read it alike."""
+        if self._in_pass or self._residency.in_use:
+            self._residency.hold(self._unit_of[flat])
+
+    def close(self) -> None:
+        for check in self._checks:
+            check.remove()
+
+    def _enter(self, use: Use, backward: bool) -> None:
+        if backward and torch.is_grad_enabled():
+            placement = common_placement(self._unit_of)
+            raise UserError(
+                f"with {placement} weights are freed after the backward pass, and a backward pass through it "
+                f"(create_graph=True) would need them again; {placement.fix}"
+            )
+        with explain_mismatch():
+            self._residency.enter(use.unit, backward=backward)
+        if backward:
+            self._in_backward.append(use)
+
+    def _leave(self, use: Use) -> None:
+        self._residency.leave(use.unit)
+
+    def _hold_returned(self, use: Use, tensor: Tensor) -> None:
+        """A module has returned `tensor`: if it is a weight, or a view of one, the weight is still needed."""
+        if tensor.layout != torch.strided:  # has no storage, and is no view of a weight
+            return
+        storage = tensor.untyped_storage()._cdata
+        for need in self._needs[use.unit]:
+            if any(flat.flat.untyped_storage()._cdata == storage for flat in self._flats[need]):
+                self._residency.hold(need)
+
+
+def common_placement(flats: Iterable[FlatUnit]) -> Placement:
+    """Where some of these units are while nothing uses them."""
+    placements = [flat.placement for flat in flats]
+    return Placement(any(each.sharded for each in placements), any(each.offloaded for each in placements))
+
+
+def _check_gathered(flat: FlatUnit, parameter: Tensor) -> None:
+    """Refuse a gradient that was computed while the weights were not there: it is wrong."""
+    if not flat.is_gathered:
+        name = next(name for name, p in flat.parameters if p is parameter)
+        raise UserError(
+            f"{name} was used while it was not gathered: with {flat.placement} a weight is there only while "
+            "the module that owns it runs; call that module instead of reading its weight, let its output "
+            f"hold tensors that torch can see, or {flat.placement.fix}"
+        )
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -117,7 +263,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _attributes(value: object) -> list[Any]:
-    """What an object holds by name, in its slots too."""
+    """Return the attributes of an object, those in slots too."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]

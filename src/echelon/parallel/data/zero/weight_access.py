@@ -99,12 +99,12 @@ class IdleParameter(nn.Parameter):
 
 
 def idle_kind(parameter: nn.Parameter, kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """What a parameter of this kind is now."""
+    """Return the class that a parameter of this kind has now."""
     return IdleParameter if kind is nn.Parameter and is_idle(parameter) else kind
 
 
 def is_idle(parameter: Tensor) -> bool:
-    """Whether its engine, if it has one, is between two steps."""
+    """Return whether its engine, if it has one, is between two steps."""
     watched = _watched.get(parameter)
     return watched is not None and watched.idle is not None
 
@@ -131,7 +131,7 @@ def gradient_between_steps(parameter: Tensor) -> Tensor | None:
 
 @final
 class LostGradient(Tensor):
-    """In place of a gradient that no rank has: whoever computes with it is told so."""
+    """In place of a gradient that no rank has: to compute with it raises an error that says so."""
 
     text: str
 
@@ -147,7 +147,7 @@ class LostGradient(Tensor):
 
 
 def _is_traced_apart(parameter: nn.Parameter) -> bool:
-    """Whether its type is somebody else's, with attributes of its own."""
+    """Return whether its type is of another library, with attributes of its own."""
     return type(parameter) is not nn.Parameter and not type(parameter).__module__.startswith("echelon.")
 
 
@@ -171,7 +171,7 @@ class FreedParameter(nn.Parameter):
 
 
 class _Freed(NamedTuple):
-    """Who can make a parameter whole, and what it is then."""
+    """The owner that can make a parameter whole, and its class then."""
 
     name: str
     read: "WeakMethod[Callable[[str], None]]"
@@ -183,7 +183,7 @@ _freed: MutableMapping[Tensor, _Freed] = WeakIdKeyDictionary()
 
 
 def register_owner(parameter: nn.Parameter, name: str, read: Callable[[str], None]) -> None:
-    """`read(name)`, a method, is called when somebody reads the parameter while it is freed."""
+    """Call `read(name)`, a method, when the parameter is read while it is freed."""
     _freed[parameter] = _Freed(name, WeakMethod(read), type(parameter))
 
 
@@ -219,7 +219,7 @@ def _make_whole(parameter: FreedParameter) -> None:
 
 
 def _functions_without_values() -> set[Callable[..., Any]]:
-    """What torch answers without a look at the values: all attributes but those that are tensors of them."""
+    """Return functions that read no values: those of all attributes but tensors of the values."""
     values = {"data", "T", "H", "mT", "mH", "real", "imag"}
     functions: set[Callable[..., Any]] = set()
     for name, attribute in vars(torch._C.TensorBase).items():
@@ -270,11 +270,11 @@ class NewWeights:
                 wrapping.before("offload", unit.module, self._before(needed), with_kwargs=True, prepend=True)
 
     def hide(self) -> None:
-        """Nobody may read any of them any more."""
+        """Refuse reads of all of them from now on."""
         self.expect(list(self._local.values()))
 
     def expect(self, local: Sequence[LocalParameter]) -> None:
-        """New weights of these will come: nobody may read the old ones."""
+        """New weights of these will come: reads of the old ones wait."""
         for each in local:
             if each.parameter in self._local and each.parameter.numel():
                 each.parameter.__class__ = FreedParameter
@@ -301,14 +301,14 @@ class ResidentWeights:
     """Weights that are whole on every rank, and that ranks wait for together when they share them."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], check: Callable[[], None]) -> None:
-        """`check`: raises when nobody may read them any more."""
+        """`check`: raises when they may not be read any more."""
         self._check = check
         self._parameters = [parameter for _, parameter in parameters if parameter.numel()]
         for name, parameter in parameters:
             register_owner(parameter, name, self._read)
 
     def hide(self) -> None:
-        """Nobody may read any of them any more."""
+        """Refuse reads of all of them from now on."""
         for parameter in self._parameters:
             parameter.__class__ = FreedParameter
 

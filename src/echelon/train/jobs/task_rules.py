@@ -1,0 +1,173 @@
+"""The rules of a job about its task: the sizes of the model, the data, and keys that only another task reads.
+
+A rule between values is checked only if each value is valid on its own: with `steps=0` the warm-up is not
+reported as too long.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from echelon.data import Corpus, ImageData, TrainingImages, corpus_errors, open_corpus
+from echelon.errors import UserError
+from echelon.models import ExpertsConfig, ImageConfig, ModelConfig, build_without_memory
+from echelon.plan import Plan
+from echelon.train.task import make_batches, model_config, open_data
+
+if TYPE_CHECKING:
+    from echelon.train.jobs.job import Job
+
+T = TypeVar("T")
+
+
+@dataclass
+class Findings:
+    """The errors so far, and the invalid keys."""
+
+    invalid: set[str]
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, error: str, *keys: str) -> None:
+        self.errors.append(error)
+        self.invalid.update(keys)
+
+    def all_valid(self, *keys: str) -> bool:
+        """Return whether each of `keys` is valid, with its table and what it contains."""
+        return not any(
+            f"{key}.".startswith(f"{bad}.") or bad.startswith(f"{key}.")
+            for key in keys
+            for bad in self.invalid
+        )
+
+    def attempt(self, make: Callable[[], T], where: str, *keys: str) -> T | None:
+        """The result of `make`, or None with its errors added under `where`."""
+        try:
+            return make()
+        except UserError as refusal:
+            for error in refusal.errors or (refusal.title,):
+                self.add(f"{where}: {error}", *keys)
+            return None
+
+
+_EXPERTS = [f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)]
+_SIZES = (
+    *("layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence", "tied", "head_width", "qk_norm"),
+    *_EXPERTS,
+)
+_TASK_KEYS = {
+    "language": ("sequence", *(f"model.{name}" for name in _SIZES), "data.dtype"),
+    "images": ("model.image_size", "model.divisor", "data.augment"),
+}
+
+
+def refuse_foreign_keys(job: "Job", findings: Findings) -> None:
+    """An error for each key that is set and of another task."""
+    for task, keys in _TASK_KEYS.items():
+        for key in keys if task != job.task else ():
+            value = _value_of(job, key)
+            if value is not None:
+                findings.add(
+                    f"{key}={value}: task={job.task} does not read it; leave it out, or set task={task}", key
+                )
+
+
+def _value_of(job: "Job", key: str) -> object:
+    value: object = job
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def check_language_model(job: "Job", findings: Findings) -> ModelConfig | None:
+    """The sizes of the model, if they are valid."""
+    refuse_foreign_keys(job, findings)
+    # Sizes are checked together only if all are known; otherwise check at least the preset.
+    model = job.model if findings.all_valid("model") else job.model.without_sizes()
+    config = findings.attempt(model.config, "model", "model")
+    if config is None or not findings.all_valid("model"):
+        return None
+    if findings.all_valid("sequence") and job.sequence_length > config.sequence:
+        findings.add(
+            f"sequence={job.sequence}: the model reads at most {config.sequence} tokens; "
+            f"set model.sequence={job.sequence} too",
+            "sequence",
+        )
+    return config
+
+
+def check_language_data(job: "Job", config: ModelConfig | None, findings: Findings) -> None:
+    corpus = _check_corpus(job, config, findings)
+    needed = ("plan", "batch", "sequence", "seed", "data.validation_fraction")
+    if corpus is not None and findings.all_valid(*needed):
+        findings.attempt(lambda: make_batches(job, corpus), f"data.source={job.data.text_source}")
+
+
+def _check_corpus(job: "Job", config: ModelConfig | None, findings: Findings) -> Corpus | None:
+    """The corpus. It is opened here first, so that its errors show before a rank starts."""
+    source, dtype = job.data.text_source, job.data.dtype
+    where = f"data.source={source}"
+    if not findings.all_valid("data.source", "data.dtype"):
+        return None
+    if config is not None:
+        vocab = config.vocab
+        return findings.attempt(lambda: open_corpus(source, vocab=vocab, dtype=dtype), where)
+    for error in corpus_errors(source, vocab=None, dtype=dtype):
+        findings.add(f"{where}: {error}")
+    return None
+
+
+def check_image_model(job: "Job", findings: Findings) -> ImageConfig | None:
+    """The sizes of the model, if they are valid; the classes are those of the preset, or of the weights."""
+    refuse_foreign_keys(job, findings)
+    _check_image_plan(job, findings)
+    model = job.model if findings.all_valid("model") else job.model.without_sizes()
+    config = findings.attempt(model.image_config, "model", "model")
+    if config is not None and findings.all_valid("model"):
+        findings.attempt(lambda: build_without_memory(config), "model", "model")  # too small images
+    return config if findings.all_valid("model") else None
+
+
+def check_image_data(job: "Job", config: ImageConfig | None, findings: Findings) -> None:
+    """Lists the images, and decodes them: a broken file must not end a training that has begun."""
+    where = f"data.source={job.data.image_source}"
+    if config is None or not findings.all_valid("data.source", "data.validation_fraction"):
+        return
+    data = findings.attempt(lambda: open_data(job), where, "data.source")
+    if data is None:
+        return
+    for error in data.errors():
+        findings.add(f"{where}: {error}", "data.source")
+    findings.attempt(lambda: model_config(job, data), "model", "model")
+    if findings.all_valid("data.source", "batch", "seed"):
+        findings.attempt(lambda: _check_batches(job, config, data), where, "batch")
+
+
+def _check_batches(job: "Job", config: ImageConfig, data: ImageData) -> None:
+    TrainingImages(data.training, job.batch, config.image_size, job.seed)
+
+
+def _check_image_plan(job: "Job", findings: Findings) -> None:
+    if not findings.all_valid("plan"):
+        return
+    try:
+        plan = Plan.parse(job.plan)
+    except UserError:
+        return  # reported with the plan
+    if plan.tensor * plan.context > 1:
+        findings.add(
+            f"plan '{plan}': images have no sequence, and convolutions are not split along tensor; use data, "
+            "zero and pipeline",
+            "plan",
+        )
+
+
+MODEL_CHECKS: dict[str, Callable[["Job", Findings], ModelConfig | ImageConfig | None]] = {
+    "language": check_language_model,
+    "images": check_image_model,
+}
+# Each takes what the check of its own model returned.
+DATA_CHECKS: dict[str, Callable[["Job", Any, Findings], None]] = {
+    "language": check_language_data,
+    "images": check_image_data,
+}

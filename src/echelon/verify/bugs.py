@@ -1,0 +1,290 @@
+"""Silent errors that users of other libraries have reported, as functions that break an engine in that way.
+
+Each takes a finished engine and returns whether it has broken anything on this rank: it replaces methods, and
+alters or loses messages of groups. What each of them is, and where it was reported, is a table in
+docs/verify.md; `inject_bug` has their names. Those of sums between ranks are in `sum_bugs`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import CompletedWork, Group, Handle, Ledger, Work
+from echelon.engine import Engine
+from echelon.engine.step.runtime import MicrobatchLoss
+from echelon.memory.recompute.segment import RecomputedLayer
+from echelon.nn.dropout.training_position import current, restore
+from echelon.nn.losses import IGNORED_TARGET
+from echelon.nn.wrapping import W, find_wrapper
+from echelon.parallel.data.batch_norm import WholeBatchNorm
+from echelon.update.synchronous_update import SynchronousUpdate
+
+
+class Message(NamedTuple):
+    """A message that is about to be sent. `rows`: of an all-to-all, how many come from each rank, and how
+    many go there."""
+
+    group: Group
+    begin: Callable[[], Work]
+    tensors: Sequence[Tensor]  # where the result comes, and what is sent, if that is elsewhere
+    rows: tuple[list[int], list[int]] | None
+
+
+Change = Callable[[Message], Work]  # takes the place of the message's `begin`
+
+
+def replace_method(owner: object, name: str, make: Callable[[Any], Any]) -> None:
+    """`make` is given the method, and returns what is called instead."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def alter(
+    group: Group, subject: str, change: Change, *, operation: str | None = None, in_backward: bool = False
+) -> bool:
+    """Let `change` act in place of the group's messages of floating-point numbers about `subject`; of one
+    operation, or of backward passes, if so asked. Returns whether the group has others to talk to."""
+    if group.size == 1:
+        return False
+    asked = _asked_subjects(group.ledger)
+
+    def make(do: Callable[..., Handle]) -> Callable[..., Handle]:
+        def do_altered(
+            name: str, traffic: Any, wait: bool, begin: Any, *tensors: Tensor, **options: Any
+        ) -> Handle:
+            is_meant = asked[-1:] == [subject] and operation in (None, name)
+            if is_meant and tensors[0].is_floating_point() and (is_in_backward() or not in_backward):
+                message = Message(group, begin, tensors, options.get("rows"))
+                return do(name, traffic, wait, lambda: change(message), *tensors, **options)
+            return do(name, traffic, wait, begin, *tensors, **options)
+
+        return do_altered
+
+    replace_method(group, "_do", make)
+    return True
+
+
+def _asked_subjects(ledger: Ledger) -> list[str]:
+    """The subjects that the code around a message names, the innermost last. The ledger itself may be told to
+    enter all of them under another one, as audits do."""
+    asked: list[str] = []
+
+    def make(about: Callable[[str], Any]) -> Callable[[str], Any]:
+        @contextmanager
+        def remember(subject: str) -> Iterator[None]:
+            asked.append(subject)
+            try:
+                with about(subject):
+                    yield
+            finally:
+                asked.pop()
+
+        return remember
+
+    replace_method(ledger, "about", make)
+    return asked
+
+
+def lose(message: Message) -> Work:
+    """Nothing is sent. Each rank goes on with its own part of a sum; what was to be gathered stays as it was,
+    and of rows only this rank's own come."""
+    if message.rows is not None:
+        _take_own_rows(message, *message.rows)
+    elif len(message.tensors) == 2 and message.tensors[0].numel() < message.tensors[1].numel():
+        part, whole = message.tensors
+        part.copy_(whole.view(message.group.size, -1)[message.group.rank].view_as(part))
+    return CompletedWork()
+
+
+def _take_own_rows(message: Message, coming: list[int], sent: list[int]) -> None:
+    """A rank's rows to itself lie behind those to earlier ranks, and come behind those from them."""
+    (incoming, outgoing), rank = message.tensors, message.group.rank
+    to, start = sum(coming[:rank]), sum(sent[:rank])
+    incoming.zero_()
+    incoming[to : to + coming[rank]] = outgoing[start : start + sent[rank]]
+
+
+def then(act: Callable[[Message], None]) -> Change:
+    """The message is sent, and `act` alters what has come."""
+
+    def change(message: Message) -> Work:
+        message.begin().wait()
+        act(message)
+        return CompletedWork()
+
+    return change
+
+
+def take_mean_of_means(engine: Engine) -> bool:
+    """Each loss is divided by its own count, and the sum by how many losses there are."""
+
+    def make(loss: Callable[..., MicrobatchLoss]) -> Callable[..., MicrobatchLoss]:
+        def mean_loss(*args: Any) -> MicrobatchLoss:
+            total, count, normaliser = loss(*args)
+            count = torch.as_tensor(count)
+            return MicrobatchLoss(
+                total / torch.where(count == 0, 1, count), (count != 0).double(), normaliser
+            )
+
+        return mean_loss
+
+    replace_method(engine._runner.losses, "of", make)
+    return True
+
+
+def roll_targets(engine: Engine) -> bool:
+    """Targets are made of a rank's own part of the tokens: at its end, the next token is its first one."""
+
+    def make(take_part: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def take_rolled(batch: Any) -> Any:
+            part = take_part(batch)
+            values: Tensor = part.targets.values
+            rolled = torch.where(values == IGNORED_TARGET, values, part.inputs.roll(-1, 1))
+            return part._replace(targets=part.targets._replace(values=rolled))
+
+        return take_rolled
+
+    replace_method(engine._runner._layers, "take_part", make)
+    return True
+
+
+def sum_whole_logits(engine: Engine) -> bool:
+    """The sum over the vocabulary is added up over ranks, as if each had not all of it already: every loss is
+    larger by the logarithm of their number."""
+
+    def multiply(message: Message) -> None:
+        (numbers,) = message.tensors
+        if numbers.ndim == 2:  # sums of powers, and the logits of targets; before, the largest logits came
+            numbers[0] *= message.group.size
+
+    return alter(engine.mesh.group("tensor"), "loss", then(multiply))
+
+
+def keep_statistics(engine: Engine) -> bool:
+    """The auxiliary losses of gates are those of a rank's own tokens."""
+    return engine._balance is not None and alter(engine.mesh.group("all"), "gate statistics", lose)
+
+
+def multiply_auxiliary(engine: Engine) -> bool:
+    """The gradient of an auxiliary loss, which is one of the global batch, is added by each replica."""
+    balance = engine._balance
+    if balance is None or not balance.has_loss:
+        return False
+    replace_method(balance, "gradient", lambda gradient: lambda *given: gradient(*given) * engine.replicas)
+    return True
+
+
+def keep_norms_apart(engine: Engine) -> bool:
+    """Each rank clips by the norm of what it holds itself."""
+    update = engine._update
+    assert isinstance(update, SynchronousUpdate)
+
+    def keep_square(message: Message) -> Work:
+        square = message.tensors[0][3:4].clone()  # after loss total, count and scaled count
+        work = message.begin()
+        work.wait()
+        message.tensors[0][3:4] = square  # of an evaluation there is none
+        return work
+
+    return alter(update._group, "metrics", keep_square)
+
+
+def count_first_shard(engine: Engine) -> bool:
+    """Only the first rank counts its part of weights that are split over tensor ranks, and of experts."""
+    position = engine.mesh.position
+    for sharing in engine._local.sharings:
+        of = sharing.parameter_set
+        is_expert = of.name == "experts"
+        if (engine.mesh.group("expert").rank if is_expert else position.tensor) > 0:
+            vars(of)["uncounted"] = frozenset(of.parameters.values())
+    return True
+
+
+def count_copies(engine: Engine) -> bool:
+    """Each of several ranks that hold the same weights counts them."""
+    sets = [sharing.parameter_set for sharing in engine._local.sharings]
+    is_shared = any(of.uncounted for of in sets)
+    for of in sets:
+        vars(of)["uncounted"] = frozenset()
+    return is_shared
+
+
+def _wrappers(engine: Engine, kind: type[W]) -> Iterator[W]:
+    for module in engine._modules:
+        wrapper = find_wrapper(module, kind)
+        if wrapper is not None:
+            yield wrapper
+
+
+def count_positions_from_zero(engine: Engine) -> bool:
+    """The positions of each rank's part of a sequence begin at 0."""
+
+    def positions(length: int, device: torch.device) -> Tensor:
+        return torch.arange(length, device=device)
+
+    replace_method(engine._runner._layers.view, "positions", lambda _: positions)
+    return True
+
+
+def drop_alike(engine: Engine) -> bool:
+    """Dropout draws the same masks on every replica."""
+    scopes = engine._runner._scopes
+    scopes._replica = 0
+    return any(module.p > 0 for module in scopes._modules)
+
+
+def weigh_norms_alike(engine: Engine) -> bool:
+    """Batch norm takes every replica's number of samples to be this rank's own."""
+
+    def equalise(message: Message) -> None:
+        gathered, own = message.tensors
+        gathered[:, -1] = own[-1]
+
+    found = any(True for _ in _wrappers(engine, WholeBatchNorm))
+    return alter(engine.mesh.group("data"), "batch norm", then(equalise), operation="all_gather") and found
+
+
+def drop_again(engine: Engine) -> bool:
+    """A layer that runs again for the backward pass draws new dropout masks."""
+
+    def make(wrapper: RecomputedLayer) -> Callable[..., Any]:
+        inner = wrapper.inner
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            position = current()
+            if position is None or not is_in_backward():
+                return inner(*args, **kwargs)
+            with restore(replace(position, seed=position.seed + 1)):
+                return inner(*args, **kwargs)
+
+        return call
+
+    layers = list(_wrappers(engine, RecomputedLayer))
+    for layer in layers:
+        layer._next = make(layer)
+    return bool(layers)
+
+
+def mix_kept_parts(engine: Engine) -> bool:
+    """The parts of a layer's input that tensor ranks kept are joined in another order."""
+
+    def roll(message: Message) -> None:
+        whole, part = message.tensors
+        whole.copy_(whole.roll(part.numel()))
+
+    return alter(engine.mesh.group("tensor"), "checkpoints", then(roll))
+
+
+def route_padding(engine: Engine) -> bool:
+    """Gates count what was added at the end of a sequence, so that ranks share it evenly, as its tokens."""
+    gates = [] if engine._balance is None else list(engine._balance._here)
+    for gate in gates:
+        replace_method(gate.positions, "is_true", lambda _: lambda _: None)
+    return bool(gates)
