@@ -24,8 +24,7 @@ from echelon.engine import Engine, parallelize
 from echelon.launching import Ranks
 from echelon.models import build as build_model
 from echelon.models import cross_entropy, preset, presets
-from echelon.nn.huggingface.encoders import ENCODERS
-from echelon.nn.huggingface.families import FAMILIES
+from echelon.nn.huggingface.families import ENCODERS, FAMILIES
 from echelon.nn.huggingface.layers import LayerInputs
 from echelon.nn.huggingface.tensor_tables import TENSOR_TABLES
 from echelon.plan import SCHEDULES, Plan

@@ -1,13 +1,16 @@
 """Exit codes and messages: never a traceback for a user's mistake, all errors at once, pure JSON."""
 
+import io
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from echelon import __version__
+from echelon.cli.main import make_robust
 from echelon.models import presets
 from tests.cli.commands import SMALL, output
 
@@ -89,3 +92,27 @@ def test_the_help_of_train_lists_presets_and_fields(capsys: pytest.CaptureFixtur
     _, out, _ = output(capsys, "train", "--help")
     text = " ".join(out.replace("│", " ").split())
     assert all(name in text for name in (*presets(), "adamw", "cosine", "microbatches", "pipeline"))
+
+
+def printed(text: str, encoding: str) -> bytes:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    make_robust(stream)
+    stream.write(text)
+    stream.flush()
+    return stream.buffer.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_ascii_has_words_for_our_signs() -> None:
+    assert printed("… 1 → 2 ✓ ▁█", "ascii") == b"... 1 -> 2 ok .#"
+    assert printed("ü 日", "ascii") == rb"\xfc \u65e5"
+    assert printed("ü … 日", "latin-1") == b"\xfc ... \\u65e5"
+
+
+def test_utf8_is_left_alone_but_for_broken_names() -> None:
+    assert printed("… ✓", "utf-8") == "… ✓".encode()
+    assert printed("\udcff", "utf-8") == rb"\udcff"
+
+
+def test_what_is_no_such_stream_is_left_alone() -> None:
+    make_robust(io.StringIO(), None)
+    assert sys.stdout is not None

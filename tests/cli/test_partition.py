@@ -1,15 +1,19 @@
 """`echelon partition`: a table and a plan for people, one object for programs, every error at once."""
 
+import io
+import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
 from echelon.cli.main import app, run
-from echelon.cli.partition import _ranges
+from echelon.cli.partition import _ranges, progress_on_screen
 from echelon.planner import Node, chain, write_profile
 
 
@@ -130,3 +134,24 @@ def test_the_page_tells_every_option_and_every_key(capsys: pytest.CaptureFixture
     value = json.loads(output(capsys, profile, "--workers", "4", "--bandwidth", "1e6", "--json")[1])
     documented = set(re.findall(r"`(\w+)`", page))
     assert {*value, *value["stages"][0]} <= documented
+
+
+def told(monkeypatch: pytest.MonkeyPatch, done: list[float], seconds_between: float) -> str:
+    clock = itertools.count(0.0, seconds_between)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=False, width=200)
+    with progress_on_screen("splitting", "levels take less", console) as progress:
+        for part in done:
+            progress(part)
+    return stream.getvalue()
+
+
+def test_a_long_computation_says_once_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [0.0, 0.01, 0.02, 0.5]
+    assert told(monkeypatch, parts, 1.0) == "splitting takes about 200.00 s; levels take less\n"
+
+
+def test_a_short_one_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, [0.1, 0.5, 1.0], 0.1) == ""
+    assert told(monkeypatch, [0.5, 0.9, 1.0], 1.0) == ""

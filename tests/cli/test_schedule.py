@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from echelon.cli.schedule import out_errors
 from echelon.plan import SCHEDULES
 from echelon.program import build, load_schedule, show
 from tests.cli.schedule_output import output
@@ -197,3 +198,19 @@ def test_what_only_looks_like_a_number_or_a_place(
 def test_the_help_lists_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = output(capsys, "--help")
     assert all(name in " ".join(out.split()) for name in SCHEDULES)
+
+
+@pytest.mark.parametrize("name", ["new.svg", "there.png", "a.txt"])
+def test_a_file_that_can_be_written_is_not_made_by_asking(tmp_path: Path, name: str) -> None:
+    (tmp_path / "there.png").write_bytes(b"old")
+    assert out_errors(tmp_path / name) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["there.png"]
+
+
+def test_places_that_cannot(tmp_path: Path) -> None:
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert "is a folder; give a file in it" in out_errors(tmp_path / "folder.svg")[0]
+    assert "there is no folder" in out_errors(tmp_path / "no" / "x.svg")[0]
+    assert "cannot be written" in out_errors(tmp_path / "file" / "x.svg")[0]
+    assert len(out_errors(tmp_path / "no" / "x.pdf")) == 2

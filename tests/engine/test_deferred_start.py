@@ -15,7 +15,7 @@ from echelon.engine.start import fill
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset
-from echelon.nn.initialization import InitialValues, WeightSource
+from echelon.nn.initialization import WeightSource
 from echelon.plan import Plan
 from echelon.state.ownership import OwnedSlice, whole_slice
 from tests.peak_memory import PeakMemory
@@ -132,7 +132,7 @@ def test_every_plan_starts_with_the_same_weights(
 
 
 def test_one_device_has_the_values_of_the_recording() -> None:
-    values = InitialValues(gpt(), torch.device("cpu"))
+    values = WeightSource(gpt(), torch.device("cpu"))
     with engine_of("gpt", "data=1") as engine:
         for name, weight in engine.full_state_dict().items():
             assert torch.equal(weight, values.tensor(name).double()), name
@@ -160,7 +160,7 @@ def test_padding_is_zeros() -> None:
 
     sharings: list[Any] = [sharing]
     fill(model, Plan.parse("tensor=2"), sharings, in_whole, WeightSource(model, None, device))
-    assert torch.equal(sharing.memory[:3], InitialValues(model, device).tensor("weight"))
+    assert torch.equal(sharing.memory[:3], WeightSource(model, device).tensor("weight"))
     assert not sharing.memory[3].any()
 
 

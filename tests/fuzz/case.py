@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate
-from echelon.nn.initialization import InitialValues, deferred
+from echelon.nn.initialization import WeightSource, deferred
 from echelon.parallel.data import grad_accumulation
 from echelon.update.optim import SM3, Adafactor, CombinedOptimizer
 from echelon.update.precision import DynamicScale, LossScale
@@ -69,7 +69,7 @@ def make_model(training: RandomTraining) -> nn.Module:
         empty = deferred(partial(_build, training))
         if "RANK" in os.environ:
             return empty
-        values, whole = InitialValues(empty, torch.device("cpu")), _build(training)
+        values, whole = WeightSource(empty, torch.device("cpu")), _build(training)
         whole.load_state_dict({name: values.tensor(name) for name in whole.state_dict()})
         return whole
     return _build(training)

@@ -1,7 +1,7 @@
-"""echelon checkpoint show"""
+"""echelon checkpoint show, and echelon export: checkpoints for people, and for other programs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -10,16 +10,29 @@ from rich.text import Text
 from echelon.cli.options import Json, console, print_json
 from echelon.quantities import show_bytes
 
-if TYPE_CHECKING:
-    from echelon.state.checkpoint import SavedState
-
 app = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
 
-Place = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a run.")]
+CheckpointPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a run.")
+]
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a run, of its checkpoints, or of one of them.")
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        metavar="hf|safetensors|dcp", help="A Hugging Face folder, plain tensors, or torch's format."
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="The folder to write; default: RUN/export/FORMAT.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="The type of weights, like float32: from masters where these have more bits."),
+]
 
 
 @app.command("show")
-def show(path: Place, as_json: Json = False) -> None:
+def show(path: CheckpointPath, as_json: Json = False) -> None:
     """What is in a checkpoint, and whether it is whole: every hash is compared."""
     from echelon.state.checkpoint.folder import find_checkpoint, one_before_is_named
     from echelon.state.checkpoint.saved import SavedState, summarize
@@ -28,7 +41,8 @@ def show(path: Place, as_json: Json = False) -> None:
     checkpoint = find_checkpoint(path)
     with one_before_is_named(checkpoint):
         saved = SavedState.open(checkpoint)
-        _verify(saved, as_json)
+        with screen.status(f"comparing the hashes of {saved.path} …"):
+            saved.verify()
     summary = {**summarize(saved), "whole": True}
     if as_json:
         print_json(summary)
@@ -36,13 +50,8 @@ def show(path: Place, as_json: Json = False) -> None:
         screen.print(_table(summary))
 
 
-def _verify(saved: "SavedState", as_json: bool) -> None:
-    with console(as_json).status(f"comparing the hashes of {saved.path} …"):
-        saved.verify()
-
-
 def _table(summary: dict[str, Any]) -> Table:
-    """Rows of plain text: a name in a checkpoint of a stranger is no markup."""
+    """Make rows of plain text: a name in a stranger's checkpoint is no markup."""
     table = Table.grid(padding=(0, 2))
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     rows = {
@@ -65,3 +74,29 @@ def _size(size: dict[str, Any]) -> str:
 
 def _printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
+
+
+def export(run: RunPath, to: Format, out: Out = None, dtype: Dtype = None, as_json: Json = False) -> None:
+    """Write the weights of a checkpoint for other programs, without any rank."""
+    from echelon.train.export_run import export_run
+
+    screen = console(as_json)
+    with screen.status(f"exporting {run} …"):
+        done = export_run(run, to, out, dtype)
+    if as_json:
+        print_json(
+            {
+                "folder": str(done.folder),
+                "checkpoint": str(done.checkpoint),
+                "step": done.step,
+                "format": to,
+                "tensors": done.tensors,
+                "bytes": done.num_bytes,
+            }
+        )
+        return
+    size = show_bytes(done.num_bytes)
+    screen.print(
+        f"{done.folder}: {done.tensors:,} tensors, {size}, of step {done.step:,} ({done.checkpoint})",
+        markup=False,
+    )

@@ -14,15 +14,14 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import checkpoint, export, partition, schedule, signals, train, verify
-from echelon.cli import doctor_command as doctor
+from echelon.cli import checkpoint, doctor, partition, schedule, signals, train, verify
 from echelon.cli.options import is_first_rank, print_json
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.launching.torchrun import report_failure
 from echelon.train.runs import preempted
 
-_FAILURES = (1, 2)  # of this rank; whoever ends by a signal is not alone
+_FAILURES = (1, 2)  # of this rank; a signal ends the other ranks too
 
 # Newer versions of typer contain click; this is the UsageError of whichever is used.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -39,7 +38,7 @@ app.command("verify")(verify.verify)
 app.command("schedule")(schedule.schedule)
 app.command("partition")(partition.partition)
 app.command("doctor")(doctor.doctor)
-app.command("export")(export.export)
+app.command("export")(checkpoint.export)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

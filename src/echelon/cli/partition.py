@@ -1,9 +1,9 @@
 """echelon partition"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -24,23 +24,19 @@ ProfileFile = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="A profile: echelon's JSON or PipeDream's graph.txt.")
 ]
 Workers = Annotated[
-    str,
-    typer.Option("--workers", help="How many workers; in levels, innermost first: 4x2 is 4 in each of 2."),
+    str, typer.Option(help="How many workers; in levels, innermost first: 4x2 is 4 in each of 2.")
 ]
 Bandwidth = Annotated[
-    str,
-    typer.Option("--bandwidth", help="Bytes per second at each level, like 1e9, 10Gb/s or 1e10,1.25e9."),
+    str, typer.Option(help="Bytes per second at each level, like 1e9, 10Gb/s or 1e10,1.25e9.")
 ]
-Memory = Annotated[str | None, typer.Option("--memory", help="Bytes of memory per worker, like 16GB.")]
-Model = Annotated[str, typer.Option("--cost-model", help="echelon, or pipedream: that of its optimizer.")]
+Memory = Annotated[str | None, typer.Option(help="Bytes of memory per worker, like 16GB.")]
+Model = Annotated[str, typer.Option(help="echelon, or pipedream: that of its optimizer.")]
 Straight = Annotated[bool, typer.Option("--straight", help="One worker per stage, no replicas.")]
 Free = Annotated[bool, typer.Option("--free-activations", help="Transfers of activations take no time.")]
 Microbatches = Annotated[
     str | None,
     typer.Option(
-        "--microbatches",
-        metavar="INTEGER",
-        help="How many share an update (echelon's model; default: one per worker).",
+        metavar="INTEGER", help="How many share an update (echelon's model; default: one per worker)."
     ),
 ]
 
@@ -75,15 +71,10 @@ def partition(
     assert layers is not None
     assert counts is not None
     assert rates is not None
-    with Waiting(f"splitting over {workers} workers", "levels, like 8x256, take less") as wait:
+    activity, advice = f"splitting over {workers} workers", "levels, like 8x256, take less"
+    with progress_on_screen(activity, advice) as progress:
         split = solve(
-            layers,
-            counts,
-            rates,
-            cost_model=model,
-            memory=size,
-            straight=straight,
-            progress=wait.progress,
+            layers, counts, rates, cost_model=model, memory=size, straight=straight, progress=progress
         )
     if as_json:
         print_json(split.to_dict())
@@ -116,12 +107,11 @@ def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -
 
 
 def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
-    """One row per stage, and a sentence with the fields of a plan."""
+    """Print a row per stage, and a sentence with the fields of a plan."""
     table = Table()
     for heading in ("stage", "layers", "replicas", "time", "limited by", "memory", "workers"):
-        table.add_column(
-            heading, justify="left" if heading in ("layers", "limited by", "workers") else "right"
-        )
+        is_text = heading in ("layers", "limited by", "workers")
+        table.add_column(heading, justify="left" if is_text else "right")
     for index, stage in enumerate(split.stages):
         table.add_row(
             str(index),
@@ -157,39 +147,30 @@ def _ranges(workers: tuple[int, ...]) -> str:
     return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
 
 
-# What a command says while it computes for long: how long it takes, and how much of that is left.
+# What the command says while it computes for long.
 
-_FIRST_LOOK, _WORTH_SAYING = 1.0, 5.0  # seconds
+_FIRST_REPORT, _WORTH_SAYING = 1.0, 5.0  # seconds
 
 
-class Waiting:
-    """`with Waiting("splitting", advice) as wait: compute(progress=wait.progress)`, on standard error."""
+@contextmanager
+def progress_on_screen(
+    activity: str, advice: str, console: Console | None = None
+) -> Iterator[Callable[[float], None]]:
+    """Give a function that takes the part which is done. On standard error, it says once how long all of it
+    takes; then, on a terminal, how much is left."""
+    console = console or Console(stderr=True, highlight=False)
+    began, is_said = time.monotonic(), False
 
-    def __init__(self, activity: str, advice: str, console: Console | None = None) -> None:
-        self._activity, self._advice = activity, advice
-        self._console = console or Console(stderr=True, highlight=False)
-        self._status = self._console.status(f"{activity} …")
-        self._began = time.monotonic()
-        self._said = False
-
-    def __enter__(self) -> "Waiting":
-        self._status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status.stop()
-
-    def progress(self, done: float) -> None:
-        """Say once how long all of it takes; then, on a terminal, how much is left."""
-        elapsed = time.monotonic() - self._began
-        if elapsed < _FIRST_LOOK or done <= 0:
+    def progress(done: float) -> None:
+        nonlocal is_said
+        elapsed = time.monotonic() - began
+        if elapsed < _FIRST_REPORT or done <= 0:
             return
         total = elapsed / done
-        if not self._said and total > _WORTH_SAYING:
-            self._console.print(
-                f"{self._activity} takes about {show_seconds(total)}; {self._advice}", markup=False
-            )
-        self._said = True
-        self._status.update(f"{self._activity}: {done:.0%}, about {show_seconds(total - elapsed)} left")
+        if not is_said and total > _WORTH_SAYING:
+            console.print(f"{activity} takes about {show_seconds(total)}; {advice}", markup=False)
+        is_said = True
+        status.update(f"{activity}: {done:.0%}, about {show_seconds(total - elapsed)} left")
+
+    with console.status(f"{activity} …") as status:
+        yield progress

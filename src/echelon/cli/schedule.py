@@ -1,10 +1,7 @@
 """echelon schedule: the options, and the program that they ask for."""
 
-import gc
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +15,6 @@ from echelon.plan import SCHEDULES
 
 if TYPE_CHECKING:
     from echelon.cli.schedule_view import ScheduleRequest
-    from echelon.program import Costs
 
 _BATCHES = 3  # of a pipeline that never drains: enough to show all weight versions
 _MOST_WORK = 1_000_000
@@ -33,36 +29,26 @@ Name = Annotated[
         metavar="NAME|FILE", help=f"A schedule: {', '.join(SCHEDULES)}; or a file (.txt) that holds one."
     ),
 ]
-Stages = Annotated[
-    str | None, typer.Option("--stages", metavar="INTEGER", help="How many stages the pipeline has.")
-]
+Stages = Annotated[str | None, typer.Option(metavar="INTEGER", help="How many stages the pipeline has.")]
 Microbatches = Annotated[
-    str | None, typer.Option("--microbatches", metavar="INTEGER", help="How many microbatches a step has.")
+    str | None, typer.Option(metavar="INTEGER", help="How many microbatches a step has.")
 ]
-Chunks = Annotated[
-    str | None, typer.Option("--chunks", metavar="INTEGER", help="Stages per rank, if interleaved.")
-]
-Replicas = Annotated[str | None, typer.Option("--replicas", help="Replicas of each stage, like 3-1.")]
-Forward = Annotated[str, typer.Option("--forward", help=f"A forward. {_COST}")]
-Backward = Annotated[str, typer.Option("--backward", help=f"A whole backward. {_COST}")]
+Chunks = Annotated[str | None, typer.Option(metavar="INTEGER", help="Stages per rank, if interleaved.")]
+Replicas = Annotated[str | None, typer.Option(help="Replicas of each stage, like 3-1.")]
+Forward = Annotated[str, typer.Option(help=f"A forward. {_COST}")]
+Backward = Annotated[str, typer.Option(help=f"A whole backward. {_COST}")]
 Half = "half of --backward"
-Inputs = Annotated[
-    str | None, typer.Option("--backward-input", show_default=Half, help="Its part for inputs.")
-]
-Weights = Annotated[
-    str | None, typer.Option("--backward-weight", show_default=Half, help="Its part for weights.")
-]
-Transfer = Annotated[str, typer.Option("--transfer", help="Seconds from a rank to the next.")]
-Reduce = Annotated[str, typer.Option("--reduce", help=f"The sum over replicas. {_COST}")]
-Update = Annotated[str, typer.Option("--update", help=f"The optimizer's step. {_COST}")]
+Inputs = Annotated[str | None, typer.Option(show_default=Half, help="Its part for inputs.")]
+Weights = Annotated[str | None, typer.Option(show_default=Half, help="Its part for weights.")]
+Transfer = Annotated[str, typer.Option(help="Seconds from a rank to the next.")]
+Reduce = Annotated[str, typer.Option(help=f"The sum over replicas. {_COST}")]
+Update = Annotated[str, typer.Option(help=f"The optimizer's step. {_COST}")]
 Store = Annotated[
-    str | None,
-    typer.Option("--store", help=f"With offload=activations: what a forward saves goes out. {_COST}"),
+    str | None, typer.Option(help=f"With offload=activations: what a forward saves goes out. {_COST}")
 ]
-Fetch = Annotated[str | None, typer.Option("--fetch", help=f"It comes back for the backward. {_COST}")]
+Fetch = Annotated[str | None, typer.Option(help=f"It comes back for the backward. {_COST}")]
 Out = Annotated[
-    Path | None,
-    typer.Option("--out", help="Write a picture (.svg, .png) or the program (.txt) to this file."),
+    Path | None, typer.Option(help="Write a picture (.svg, .png) or the program (.txt) to this file.")
 ]
 Measure = Annotated[
     bool,
@@ -92,7 +78,9 @@ def schedule(
     as_json: Json = False,
 ) -> None:
     """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
-    from echelon.program import Costs, check
+    from echelon.cli.schedule_view import MeasuredSchedule, SimulatedSchedule, write
+    from echelon.program import Costs, check, show, simulate
+    from echelon.state.bounded_json import paused_collector
 
     texts = {
         "forward": forward,
@@ -109,23 +97,32 @@ def schedule(
     errors += [] if out is None else out_errors(out)
     if measure:
         errors += _unused_with_measure(texts, as_text)
-    texts_of_counts = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    num_stages, num_microbatches, num_chunks = _read_counts(name, texts_of_counts, errors)
+    sizes = _read_sizes(name, {"stages": stages, "microbatches": microbatches, "chunks": chunks}, errors)
     make = _from_file if _is_file(name) else _from_name
-    with _no_garbage_collection():
-        request = make(name, num_stages, num_microbatches, num_chunks, replicas, errors)
+    with paused_collector():  # a program may be a million tuples
+        request = make(name, {**sizes, "replicas": replicas}, errors)
         raise_errors(f"schedule '{name}'", _wrong_counts(costs, request.program.stages))
         if not costs.keys().isdisjoint(_COPIES):
             request = _with_copies(request)
         check(request.program)
+    screen = console(as_json)
+    view: MeasuredSchedule | SimulatedSchedule
     if measure:
-        _measured(request, out, as_json)
+        view = MeasuredSchedule.run(screen, request)
     else:
-        _planned(request, Costs(**costs), out, as_text, as_json)
+        view = SimulatedSchedule(request, simulate(request.program, Costs(**costs)))
+    if out is not None:
+        write(out, request.program, view.panels())
+    if as_json:
+        print_json(view.summary() | ({"text": show(request.program)} if as_text else {}))
+    elif as_text:
+        print(show(request.program), end="")
+    else:
+        view.display(screen)
 
 
 def _with_copies(request: "ScheduleRequest") -> "ScheduleRequest":
-    """The same with S and T, if it has none."""
+    """Add S and T to the program, if it has none."""
     from echelon.program import COPIES, add_copies
 
     program = request.program
@@ -133,13 +130,13 @@ def _with_copies(request: "ScheduleRequest") -> "ScheduleRequest":
     return request if has_some else replace(request, program=add_copies(program))
 
 
-def _read_counts(name: str, texts: dict[str, str | None], errors: list[str]) -> list[int | None]:
-    """The numbers of these options. If one is wrong, no schedule can be made, and all errors are raised."""
+def _read_sizes(name: str, texts: dict[str, str | None], errors: list[str]) -> dict[str, int | None]:
+    """Read the numbers of these options. If one is wrong, no schedule can be made: all errors are raised."""
     wrong: list[str] = []
-    counts = [read_count(_option(option), text, wrong) for option, text in texts.items()]
+    sizes = {option: read_count(_option(option), text, wrong) for option, text in texts.items()}
     if wrong:
         raise_errors(f"schedule '{name}'", [*errors, *_name_errors(name), *wrong])
-    return counts
+    return sizes
 
 
 def _name_errors(name: str) -> list[str]:
@@ -148,56 +145,8 @@ def _name_errors(name: str) -> list[str]:
     return [f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt"]
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Without garbage collection: a program may be a million tuples, none of them garbage."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _planned(
-    request: "ScheduleRequest", costs: "Costs", out: Path | None, as_text: bool, as_json: bool
-) -> None:
-    from echelon.cli.schedule_view import display, panel, summary, write
-    from echelon.program import show, simulate
-
-    line = simulate(request.program, costs)
-    if out is not None:
-        write(out, request, [panel(request, line)])
-    if as_json:
-        print_json(summary(request, line) | ({"text": show(request.program)} if as_text else {}))
-    elif as_text:
-        print(show(request.program), end="")
-    else:
-        display(console(as_json), request, line)
-
-
-def _measured(request: "ScheduleRequest", out: Path | None, as_json: bool) -> None:
-    from echelon.cli.schedule_measure import (
-        display_measured,
-        measure,
-        measured_summary,
-        measuring_errors,
-        panels,
-    )
-    from echelon.cli.schedule_view import write
-
-    raise_errors(f"schedule '{request.name}'", measuring_errors(request))
-    screen = console(as_json)
-    rehearsal = measure(screen, request)
-    if out is not None:
-        write(out, request, panels(request, rehearsal))
-    if as_json:
-        print_json(measured_summary(request, rehearsal))
-    else:
-        display_measured(screen, request, rehearsal)
-
-
 def _unused_with_measure(texts: dict[str, str | None], as_text: bool) -> list[str]:
-    """Options that --measure would ignore."""
+    """List the options that --measure would ignore."""
     costs = [name for name, text in texts.items() if text != _DEFAULTS.get(name)]
     errors = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in costs]
     if as_text:
@@ -209,30 +158,24 @@ def _is_file(name: str) -> bool:
     return name not in SCHEDULES and ("/" in name or name.endswith(".txt") or Path(name).is_file())
 
 
-def _from_file(
-    name: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    replicas: str | None,
-    errors: list[str],
-) -> "ScheduleRequest":
-    """The program of a file, which options may only repeat. `errors` are those of other options."""
+def _from_file(name: str, sizes: dict[str, Any], errors: list[str]) -> "ScheduleRequest":
+    """Read the program of a file, which options may only repeat. `errors` are those of other options."""
     from echelon.cli.schedule_view import ScheduleRequest
     from echelon.program import load_schedule
 
     raise_errors(f"schedule '{name}'", errors)
     program = load_schedule(name)
     most_stages = max(len(program.stages_of(rank)) for rank in range(len(program.ranks)))
+    in_file = {
+        "stages": program.stages,
+        "microbatches": program.microbatches,
+        "chunks": most_stages,
+        "replicas": "-".join(str(len(ranks)) for ranks in program.placement),
+    }
     differing = [
-        f"--{option} {value}: the file says {in_file}; leave the option out"
-        for option, value, in_file in (
-            ("stages", stages, program.stages),
-            ("microbatches", microbatches, program.microbatches),
-            ("chunks", chunks, most_stages),
-            ("replicas", replicas, "-".join(str(len(ranks)) for ranks in program.placement)),
-        )
-        if value is not None and value != in_file
+        f"--{option} {size}: the file says {in_file[option]}; leave the option out"
+        for option, size in sizes.items()
+        if size not in (None, in_file[option])
     ]
     raise_errors(f"schedule '{name}'", differing)
     return ScheduleRequest(
@@ -240,19 +183,13 @@ def _from_file(
     )
 
 
-def _from_name(
-    name: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    replicas: str | None,
-    errors: list[str],
-) -> "ScheduleRequest":
-    """The program of a schedule that a plan can name, by the rules of plans. `errors`: see `_from_file`."""
+def _from_name(name: str, sizes: dict[str, Any], errors: list[str]) -> "ScheduleRequest":
+    """Build a schedule that a plan can name, by the rules of plans. `errors`: see `_from_file`."""
     from echelon.cli.schedule_view import ScheduleRequest
     from echelon.plan import Plan
     from echelon.program import add_transfers, asynchronous, build
 
+    stages, microbatches, replicas = sizes["stages"], sizes["microbatches"], sizes["replicas"]
     errors += _name_errors(name)
     if stages is None and replicas is None:
         errors.append("--stages is missing: how many stages the pipeline has")
@@ -262,7 +199,7 @@ def _from_name(
         errors.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
     # If --microbatches is missing, as many as stages break no further rule.
     number = stages if microbatches is None else microbatches
-    fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": chunks}
+    fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": sizes["chunks"]}
     known: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
     try:
         plan = Plan(schedule=name if name in SCHEDULES else "1f1b", **known)
@@ -283,7 +220,7 @@ def _from_name(
 
 
 def _read_costs(texts: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The seconds of each option, one or several, and the errors of those that are no numbers."""
+    """Read the seconds of each option, one or several; and the errors of those that are no numbers."""
     read: dict[str, Any] = {}
     errors = []
     for name, text in texts.items():
@@ -312,7 +249,7 @@ def _option(name: str) -> str:
 
 
 def _exact(text: str) -> Fraction | int:
-    """The number as written: 0.1 is a tenth, not the float next to it."""
+    """Read the number as written: 0.1 is a tenth, not the float next to it."""
     value = Fraction(text)
     return int(value) if value.denominator == 1 else value
 
@@ -323,7 +260,7 @@ _SUFFIXES = (".svg", ".png", ".txt")
 
 
 def out_errors(out: Path) -> list[str]:
-    """Why a picture or a program cannot be written to this file."""
+    """List why a picture or a program cannot be written to this file."""
     errors = []
     if out.suffix not in _SUFFIXES:
         errors.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")

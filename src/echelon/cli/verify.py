@@ -15,19 +15,14 @@ if TYPE_CHECKING:
     from echelon.verify import Precision
 
 Steps = Annotated[
-    str | None,
-    typer.Option("--steps", metavar="INTEGER", help="Optimizer steps before comparing; 20, or 5 below fp64."),
+    str | None, typer.Option(metavar="INTEGER", help="Optimizer steps before comparing; 20, or 5 below fp64.")
 ]
 PrecisionName = Annotated[
-    str,
-    typer.Option(
-        "--precision", help="fp64: equal to one device; bf16 or fp16: as close to it as rounding allows."
-    ),
+    str, typer.Option(help="fp64: equal to one device; bf16 or fp16: as close to it as rounding allows.")
 ]
 InjectedBug = Annotated[
     str | None,
     typer.Option(
-        "--inject-bug",
         metavar="NAME",
         help="Break the training in a known way, which verify must find: divide-twice, mean-of-replicas, …",
     ),

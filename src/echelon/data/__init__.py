@@ -2,8 +2,7 @@
 
 from echelon.data.corpus import Corpus, corpus_errors, open_corpus
 from echelon.data.dataset_loader import Loader, loader
-from echelon.data.image_batches import TrainingImages, ValidationImages
-from echelon.data.image_source import ImageData, open_images
+from echelon.data.image_batches import ImageData, TrainingImages, ValidationImages, open_images
 from echelon.data.sampler import Batches, num_windows
 
 __all__ = [

@@ -1,11 +1,12 @@
-"""A corpus: one long row of token ids, and how to open one by name.
+"""A corpus: one long row of token ids, from the standard library, text files or token files.
 
-Every rank opens the corpus itself, so opening is quick and gives the same tokens everywhere. sources.py reads
-the sources; sampler.py says which tokens are in which batch.
+Every rank opens the corpus itself, so opening is quick and gives the same tokens everywhere, or one UserError
+with every error. sampler.py says which tokens are in which batch.
 """
 
 import difflib
 import os
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.data.sources import Tokens, map_text, map_token_file, read_folder, read_stdlib, unreadable
-from echelon.errors import did_you_mean, raise_errors
+from echelon.errors import UserError, did_you_mean, raise_errors
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 STDLIB = "stdlib"
 TOKEN_FILE_SUFFIX = ".bin"
@@ -26,6 +28,21 @@ _SOURCES = f"a text file, a folder of text files, a {TOKEN_FILE_SUFFIX} token fi
 # Opening checks this many blocks, spread over the corpus, for ids that are too large.
 _PROBE_BLOCKS = 64
 _PROBE_TOKENS = 1024
+
+# Files are joined by a newline, so that the last word of one does not run into the next.
+SEPARATOR = b"\n"
+_NUL = b"\0"  # in a file that is no text
+
+# Tests, tables and installed packages: not program text as people write it.
+_STDLIB_SKIPS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    | {"idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"}
+)
+# Generated when Python is built: they contain paths of that machine, so machines would differ.
+_STDLIB_GENERATED = ("_sysconfigdata", "python-config")
+
+# How much of a large file is checked for being text.
+_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +70,14 @@ class Corpus:
         return len(self.tokens)
 
     def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """The `length` tokens from each of `starts`, [len(starts), length]; ids are checked."""
+        """Return the `length` tokens from each of `starts`, [len(starts), length]; ids are checked."""
         indices = starts[:, None] + np.arange(length)
         ids: npt.NDArray[np.int64] = self.tokens[indices].astype(np.int64)
         raise_errors(f"corpus '{self.name}'", self._id_errors(ids))
         return ids
 
     def probe(self) -> list[str]:
-        """Errors of the ids in a few blocks between the first and the last token: cheap at any size."""
+        """List the errors of the ids in a few blocks from the first to the last token: cheap at any size."""
         last = max(0, len(self) - _PROBE_TOKENS)
         starts = np.linspace(0, last, _PROBE_BLOCKS).astype(np.int64)
         blocks = [self.tokens[start : start + _PROBE_TOKENS] for start in np.unique(starts)]
@@ -88,15 +105,19 @@ def open_corpus(source: str, *, vocab: int, dtype: str | None = None) -> Corpus:
     raise_errors(f"corpus '{source}'", corpus_errors(source, vocab=vocab, dtype=dtype))
     path = _path(source)
     if _is_token_file(path):
-        corpus = Corpus(map_token_file(path, dtype or _narrowest(vocab)), vocab, path.name)
+        narrowest = "uint16" if vocab <= 1 << 16 else "uint32"
+        corpus = Corpus(map_token_file(path, dtype or narrowest), vocab, path.name)
+    elif source == STDLIB:
+        corpus = Corpus(read_stdlib(), vocab, STDLIB, decode_bytes)
     else:
-        corpus = Corpus(_read_bytes(source, path), vocab, _name(source, path), decode_bytes)
+        text = read_folder(path) if path.is_dir() else map_text(path)
+        corpus = Corpus(text, vocab, path.resolve().name, decode_bytes)
     raise_errors(f"corpus '{source}'", corpus.probe())
     return corpus
 
 
 def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[str]:
-    """Every error in the arguments of `open_corpus` that shows without reading; vocab=None is not checked."""
+    """List the errors in arguments of `open_corpus` that show without reading; vocab=None is not checked."""
     path = _path(source)
     is_tokens = _is_token_file(path)
     return [
@@ -107,7 +128,7 @@ def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[
 
 
 def decode_bytes(tokens: npt.NDArray[Any]) -> str:
-    """Bytes back to text; a character that a window splits is shown as U+FFFD."""
+    """Decode bytes to text; a character that a window splits is shown as U+FFFD."""
     return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -118,20 +139,6 @@ def _path(source: str) -> Path:
 
 def _is_token_file(path: Path) -> bool:
     return path.suffix == TOKEN_FILE_SUFFIX and not os.path.isdir(path)
-
-
-def _read_bytes(source: str, path: Path) -> Tokens:
-    if source == STDLIB:
-        return read_stdlib()
-    return read_folder(path) if path.is_dir() else map_text(path)
-
-
-def _name(source: str, path: Path) -> str:
-    return STDLIB if source == STDLIB else path.resolve().name
-
-
-def _narrowest(vocab: int) -> str:
-    return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
 def _source_errors(source: str, path: Path) -> list[str]:
@@ -179,3 +186,92 @@ def _dtype_errors(dtype: str | None, is_tokens: bool) -> list[str]:
     if not is_tokens and dtype != "uint8":
         return [f"dtype '{dtype}': text is read as bytes (uint8); leave it out, or name a .bin token file"]
     return []
+
+
+def read_stdlib() -> Tokens:
+    """Read the Python sources of the standard library, in order of their paths."""
+    paths, errors = _files_below(Path(sysconfig.get_paths()["stdlib"]), _STDLIB_SKIPS)
+    sources = [path for path in paths if path.suffix == ".py" and not path.name.startswith(_STDLIB_GENERATED)]
+    texts, more_errors = _read_texts(sources)
+    raise_errors("the standard library", errors + more_errors)
+    return _join(texts)
+
+
+def read_folder(folder: Path) -> Tokens:
+    """Read every text file below `folder`, in order of their paths.
+
+    Any extension counts. Hidden names (`.git`) and binary files (with a NUL byte) are left out.
+    """
+    paths, errors = _files_below(folder)
+    texts, more_errors = _read_texts(paths)
+    errors += more_errors
+    if not texts and not errors:
+        errors = [f"'{folder}' contains no text files: name a folder that has some"]
+    raise_errors(f"corpus '{folder}'", errors)
+    return _join(texts)
+
+
+def map_text(path: Path) -> Tokens:
+    """Map the bytes of one text file into memory: a file of any size opens at once."""
+    tokens = _map(path, np.dtype(np.uint8))
+    if _NUL in tokens[:_HEAD_BYTES].tobytes():
+        error = "it has a NUL byte, so it is not text: name a text file, or a token file that ends in .bin"
+        raise_errors(f"corpus '{path}'", [error])
+    return tokens
+
+
+def map_token_file(path: Path, dtype: str) -> Tokens:
+    """Map the token ids of a `.bin` file into memory: little-endian integers and nothing else."""
+    return _map(path, np.dtype(dtype).newbyteorder("<"))
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    try:
+        # Before the mapping: an empty file cannot be mapped.
+        raise_errors(f"corpus '{path}'", _size_errors(path.stat().st_size, dtype))
+        return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise UserError(f"1 error in corpus '{path}':", [unreadable(path, error)]) from error
+
+
+def _size_errors(size: int, dtype: np.dtype[Any]) -> list[str]:
+    if size == 0:
+        return ["the file is empty: name a file with text or tokens in it"]
+    if size % dtype.itemsize:
+        return [
+            f"{size} bytes are not a multiple of {dtype.itemsize}, the size of one {dtype.name} token: "
+            "give the dtype that the file was written with, or write the file again"
+        ]
+    return []
+
+
+def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
+    """List every file below `folder`, in one order on all machines; and the errors of reading folders."""
+    paths: list[Path] = []
+    refused: list[OSError] = []
+    for parent, folders, names in os.walk(folder, onerror=refused.append):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    errors = [unreadable(Path(error.filename), error) for error in refused]
+    return sorted(path for path in paths if path.is_file()), errors
+
+
+def _read_texts(paths: list[Path]) -> tuple[list[bytes], list[str]]:
+    """Read the text files among `paths`; and an error for each file that cannot be read."""
+    texts: list[bytes] = []
+    errors: list[str] = []
+    for path in paths:
+        try:
+            texts.append(path.read_bytes())
+        except OSError as error:
+            errors.append(unreadable(path, error))
+    return [text for text in texts if text and _NUL not in text], errors
+
+
+def _join(texts: list[bytes]) -> Tokens:
+    return np.frombuffer(SEPARATOR.join(texts), dtype=np.uint8)
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """Return the error of a path that cannot be read."""
+    return f"'{path}' cannot be read ({error.strerror or error}): give this user the right to read it"

@@ -19,14 +19,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torch.utils.data import IterableDataset as _IterableDataset
 
-from echelon.data.sampler import rows_of_part, shuffle
+from echelon.data.sampler import integer_errors, rows_of_part, shuffle
 from echelon.errors import raise_errors
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Replicas(Protocol):
-    """What an engine says of its replicas."""
+    """The replicas of an engine."""
 
     @property
     def replica(self) -> int: ...
@@ -100,10 +100,13 @@ class Loader:
         for batch in self._batches:
             self._given += 1
             yield batch
-        self._order.epoch, self._order.first, self._given = self._order.epoch + 1, 0, 0
+        self._go_to(self.epoch + 1, 0)
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._order.epoch, self._order.first, self._given = epoch, batch, batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on, behind the last batch that was given out. The same on every rank."""
+        """Return where to go on, behind the last batch that was given out. The same on every rank."""
         return {"epoch": self.epoch, "batch": self._given, **self._order.description()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,10 +119,9 @@ class Loader:
             if state.get(name) != value
         ]
         raise_errors("the state of a loader", errors)
-        self._order.epoch, self._order.first = int(state["epoch"]), int(state["batch"])
-        self._given = self._order.first
-        if self._given == len(self):  # the epoch was over, and the loop had not noticed
-            self._order.epoch, self._order.first, self._given = self.epoch + 1, 0, 0
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        is_over = batch == len(self)  # and the loop had not noticed
+        self._go_to(*((epoch + 1, 0) if is_over else (epoch, batch)))
 
 
 class Place(NamedTuple):
@@ -151,7 +153,7 @@ class _Order(Sampler[Place]):
         return (self.num_samples + missing) // self.batch_size
 
     def description(self) -> dict[str, Any]:
-        """What the order follows from."""
+        """Return what the order of samples follows from."""
         names = ("num_samples", "batch_size", "shuffle", "seed", "drop_last")
         return {name: getattr(self, name) for name in names}
 
@@ -205,7 +207,7 @@ def _keep(batch: Any) -> Any:
 
 
 def _without_samples(batch: Any) -> Any:
-    """A batch of the same form with no sample in it."""
+    """Return a batch of the same form with no sample in it."""
     if isinstance(batch, torch.Tensor):
         return batch[:0]
     if isinstance(batch, Mapping):
@@ -216,16 +218,12 @@ def _without_samples(batch: Any) -> Any:
 
 
 def _errors(dataset: Any, order: _Order, needs_samples: bool, options: Mapping[str, Any]) -> list[str]:
-    errors = [
-        f"{name}={value!r}: must be an integer, at least {least}"
-        for name, value, least in (
-            ("batch_size", order.batch_size, 1),
-            ("replica", order.replica, 0),
-            ("replicas", order.replicas, 1),
-            ("seed", order.seed, 0),
-        )
-        if not isinstance(value, int) or isinstance(value, bool) or value < least
-    ]
+    errors = integer_errors(
+        ("batch_size", order.batch_size, 1),
+        ("replica", order.replica, 0),
+        ("replicas", order.replicas, 1),
+        ("seed", order.seed, 0),
+    )
     errors += [
         f"{name}: the loader chooses the samples of each rank itself; use torch's DataLoader for your own, "
         "with a sampler of num_replicas=engine.replicas, rank=engine.replica"
@@ -259,17 +257,15 @@ def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
     return []
 
 
-# Random numbers that depend on a sample, and not on who loads it, or after what.
+# Random numbers that depend on a sample, and not on the process that loads it, or on the samples before it.
 
 _BITS = 2**64 - 1
 
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[Callable[..., None]]:
-    """Inside, torch, numpy and Python draw what these numbers say; afterwards they go on as before.
-
-    Gives a function that seeds them again.
-    """
+    """Seed torch, numpy and Python inside, and give a function that seeds again; afterwards all go on as
+    before."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         _seed(*numbers)

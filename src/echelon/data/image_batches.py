@@ -1,11 +1,13 @@
-"""Which images make the global batch of a step, how they are cut and mirrored, and as which numbers.
+"""Labelled images by name, and the global batches of them: which images, how cut, as which numbers.
 
-All of it depends only on (seed, step, row), so every layout sees the same batches.
+A batch depends only on (seed, step, row), so every layout sees the same batches.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +15,13 @@ import torch
 from torch import Tensor
 
 from echelon.data.image_decoding import Pixels
-from echelon.data.sampler import order_samples, rows_of_part
-from echelon.errors import raise_errors
+from echelon.data.image_folder import FolderImages, open_image_folder
+from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
+from echelon.data.sampler import SPLITS, order_samples, rows_of_part
+from echelon.errors import did_you_mean, raise_errors
 from echelon.nn.losses import IGNORED_TARGET
 
+SYNTHETIC = "synthetic"
 MEAN, SPREAD = 0.5, 0.25  # of a pixel from 0 to 1: what the model sees has about mean 0 and variance 1
 
 
@@ -32,7 +37,7 @@ class Images(Protocol):
 
 
 def side_to_cut_from(image_size: int) -> int:
-    """The side of the squares from which training cuts its images: an eighth more."""
+    """Return the side of the squares from which training cuts its images: an eighth more."""
     return image_size + max(1, image_size // 8)
 
 
@@ -55,7 +60,7 @@ class TrainingImages:
         raise_errors("the training images", [short] if len(self.images) < self.batch else [])
 
     def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
-        """(images, labels) of `step`; `part=(i, n)`: the rows of replica i of n."""
+        """Return (images, labels) of `step`; `part=(i, n)`: the rows of replica i of n."""
         samples = step * self.batch + rows_of_part(self.batch, *part)
         indices = order_samples(samples, len(self.images), self.seed)
         squares = self.images.pixels(indices.tolist())
@@ -86,7 +91,7 @@ class ValidationImages:
         return -(-len(self.images) // self.batch)
 
     def at(self, index: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
-        """(images, labels) of batch `index`; `part=(i, n)`: the rows of replica i of n."""
+        """Return (images, labels) of batch `index`; `part=(i, n)`: the rows of replica i of n."""
         places = index * self.batch + rows_of_part(self.batch, *part)
         counts = places < len(self.images)
         places = np.where(counts, places, 0)
@@ -96,11 +101,58 @@ class ValidationImages:
 
 
 def middle(square: Pixels, size: int) -> Pixels:
-    """The middle of images."""
+    """Cut out the middle of images."""
     start = (square.shape[-1] - size) // 2
     return square[..., start : start + size, start : start + size]
 
 
 def to_numbers(pixels: Pixels) -> Tensor:
-    """Bytes as the numbers that a model sees."""
+    """Convert bytes to the numbers that a model sees."""
     return (torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255 - MEAN) / SPREAD
+
+
+class ImageData(NamedTuple):
+    """Images to train on and to validate on, and what their labels mean."""
+
+    name: str
+    class_names: tuple[str, ...]
+    training: Images
+    validation: Images
+
+    def errors(self) -> list[str]:
+        """Decode the images, and list the errors of those that cannot be used."""
+        return [
+            error
+            for images in (self.training, self.validation)
+            if isinstance(images, FolderImages)
+            for error in images.errors()
+        ]
+
+
+def open_images(
+    source: str, image_size: int, *, validation_fraction: float, known: Sequence[str] = ()
+) -> ImageData:
+    """Open "synthetic", or a folder with one folder for each class.
+
+    validation_fraction  of a folder: about this part is for validation. The synthetic images have their own.
+    known                class names of weights: labels count classes as these do, and others are refused.
+    """
+    side, classes = side_to_cut_from(image_size), tuple(known)
+    if source == SYNTHETIC:
+        raise_errors(f"images '{source}'", _unknown(CLASS_NAMES, classes))
+        classes = classes or CLASS_NAMES
+        return ImageData(SYNTHETIC, classes, *(SyntheticImages(split, side, classes) for split in SPLITS))
+    folder = open_image_folder(Path(os.path.expanduser(source)))
+    raise_errors(f"image folder '{source}'", _unknown(folder.class_names, classes))
+    numbered = folder.numbered_as(classes) if classes else folder
+    training, validation = (numbered.split(split, validation_fraction, side) for split in SPLITS)
+    return ImageData(folder.name, numbered.class_names, training, validation)
+
+
+def _unknown(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """List the classes that weights do not know; all are known where `known` is empty."""
+    return [
+        f"class '{name}' is not a class of the weights{did_you_mean(name, known)}"
+        for name in names
+        if known and name not in known
+    ]

@@ -25,7 +25,7 @@ _JPEG_END, _TAIL = b"\xff\xd9", 2**16  # the marker of its end, and how many las
 
 
 def decode_image(path: Path, side: int) -> Pixels:
-    """The image of a file, uint8 [3, side, side]. Raises a UserError that names the file."""
+    """Decode the image of a file to uint8 [3, side, side]. Raises a UserError that names the file."""
     with _opened(path) as image:
         image.load()
         return _square(_to_rgb(image), side)
@@ -45,7 +45,7 @@ def check_image(path: Path, side: int) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator["Image"]:
-    """The image of a file; what is raised inside names the file."""
+    """Open the image of a file; what is raised inside names the file."""
     image_module = pillow()
     try:
         with image_module.open(path) as image:
@@ -66,7 +66,7 @@ def _ends_as_jpeg(path: Path) -> bool:
 
 
 def pillow() -> Any:
-    """Pillow's module of images, or an error with the fix."""
+    """Import Pillow's module of images, or raise an error with the fix."""
     try:
         from PIL import Image
     except ImportError:
@@ -75,7 +75,7 @@ def pillow() -> Any:
 
 
 def _to_rgb(image: "Image") -> "Image":
-    """The image as it is to be seen, in 8-bit red, green and blue."""
+    """Convert the image as it is to be seen to 8-bit red, green and blue."""
     from PIL import ImageOps
 
     upright: Image = ImageOps.exif_transpose(image)
@@ -90,7 +90,7 @@ def _to_rgb(image: "Image") -> "Image":
 
 
 def _check_number(image: "Image", most: int | None) -> None:
-    """Pillow itself warns, and refuses what is twice as large."""
+    """Refuse what Pillow itself warns of; it refuses what is twice as large."""
     width, height = image.size
     if most is not None and width * height > most:
         raise UserError(

@@ -14,15 +14,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from echelon.data.corpus import unreadable
 from echelon.data.image_decoding import Pixels, check_image, decode_image, pillow
-from echelon.data.sources import unreadable
+from echelon.data.sampler import Split
 from echelon.errors import UserError, raise_errors
-
-Split = Literal["train", "validation"]
 
 MOST_ERRORS = 20  # of files, in one message
 MOST_CHECKED = 20_000  # images of a split that are decoded before a training; the others are opened
@@ -56,13 +54,13 @@ class ImageFolder:
         return self.root.resolve().name
 
     def numbered_as(self, class_names: tuple[str, ...]) -> "ImageFolder":
-        """The same files, with their classes counted as in `class_names`, which has all of them."""
+        """Return the same files, with their classes counted as in `class_names`, which has all of them."""
         numbers = [class_names.index(name) for name in self.class_names]
         files = tuple(ImageFile(file.path, numbers[file.label]) for file in self.files)
         return ImageFolder(self.root, class_names, files)
 
     def split(self, split: Split, fraction: float, side: int) -> "FolderImages":
-        """The images to train on, or those to validate on."""
+        """Return the images to train on, or those to validate on."""
         hashes = {file: file.hash for file in self.files}
         last: dict[int, ImageFile] = {}  # of each class
         for file in self.files:
@@ -113,13 +111,13 @@ class FolderImages:
         return len(self._files)
 
     def pixels(self, indices: Sequence[int]) -> Pixels:
-        """Images by number, uint8 [len(indices), 3, side, side]."""
+        """Return images by number, uint8 [len(indices), 3, side, side]."""
         squares = [self._decode(index) for index in indices]
         return np.stack(squares) if squares else np.empty((0, 3, self.side, self.side), np.uint8)
 
     def errors(self) -> list[str]:
-        """Decodes every image, or so many spread over a large folder, of which all other files are opened;
-        errors of those that cannot be used."""
+        """List the errors of images that cannot be used. Every image is decoded; of a large folder a part,
+        spread over it, and all other files are opened."""
         errors: list[str] = []
         decoded = set(np.linspace(0, len(self) - 1, min(len(self), MOST_CHECKED)).astype(int).tolist())
         for index, file in enumerate(self._files):
@@ -145,7 +143,7 @@ class FolderImages:
 
 
 def _files_below(root: Path, class_name: str) -> tuple[list[str], list[str]]:
-    """The files of a class by their paths below the root, and errors of folders that cannot be read."""
+    """List the files of a class by their paths below the root, and errors of folders that cannot be read."""
     files, errors = [], []
 
     def note(error: OSError) -> None:
@@ -170,5 +168,5 @@ def _is_folder(entry: "os.DirEntry[str]", root: Path) -> bool:
 
 
 def _is_inside(path: Path, root: Path) -> bool:
-    """Whether a path, with its links followed, is below the folder."""
+    """Return whether a path, with its links followed, is below the folder."""
     return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.image_decoding import Pixels
-from echelon.data.image_folder import Split
+from echelon.data.sampler import Split
 
 SHAPES = ("disc", "square", "triangle", "cross")
 COLOURS = ("warm", "cold")
@@ -43,7 +43,7 @@ class SyntheticImages:
         return NUM_IMAGES[self.split]
 
     def pixels(self, indices: Sequence[int]) -> Pixels:
-        """Images by number, uint8 [len(indices), 3, side, side]."""
+        """Draw images by number, uint8 [len(indices), 3, side, side]."""
         kinds = np.array(indices, dtype=np.int64) % len(CLASS_NAMES)
         return draw(indices, kinds, self.split == "validation", self.side)
 
@@ -65,7 +65,7 @@ def draw(indices: Sequence[int], labels: npt.NDArray[np.int64], is_validation: b
 
 
 def _shapes(uniform: Tensor, side: int) -> Tensor:
-    """Which pixels each of the four shapes covers, [images, shapes, side, side]: all cover about as many."""
+    """Return the pixels of each of the four shapes, [images, shapes, side, side]: all have about as many."""
     line = (torch.arange(side) + 0.5) / side
     centre_x, centre_y = (0.3 + 0.4 * uniform[:, each, None, None] for each in (0, 1))
     size = 0.2 + 0.12 * uniform[:, 2, None, None]
@@ -80,13 +80,13 @@ def _shapes(uniform: Tensor, side: int) -> Tensor:
 
 
 def _colours(uniform: Tensor, is_cold: Tensor) -> Tensor:
-    """A warm colour has more red than blue, [images, 3]."""
+    """Draw warm colours, which have more red than blue, or cold ones, [images, 3]."""
     high, low, middle = 0.6 + 0.4 * uniform[:, 0], 0.4 * uniform[:, 1], 0.2 + 0.6 * uniform[:, 2]
     return torch.stack([torch.where(is_cold, low, high), middle, torch.where(is_cold, high, low)], dim=1)
 
 
 def _background(uniform: Tensor, side: int) -> Tensor:
-    """From a warm colour at one edge to a cold one at the other, [images, 3, side, side]."""
+    """Shade from a warm colour at one edge to a cold one at the other, [images, 3, side, side]."""
     first, second = (_colours(uniform[:, :3], torch.full((len(uniform),), cold)) for cold in (False, True))
     line = torch.linspace(-1, 1, side)
     angle = 2 * pi * uniform[:, 3, None, None]

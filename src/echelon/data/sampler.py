@@ -35,7 +35,7 @@ Places = npt.NDArray[np.int64]
 #     shuffle(np.arange(10), 10, seed=0, epoch=0)  ->  [5 3 6 9 1 0 4 2 8 7]
 #     shuffle(np.arange(10), 10, seed=0, epoch=1)  ->  [1 2 5 8 9 0 6 7 4 3]
 def shuffle(places: Places, n: int, seed: int, epoch: int) -> Places:
-    """The image of each of `places` (below n) in the pseudo-random order of (seed, epoch)."""
+    """Map each of `places` (below n) by the pseudo-random permutation of (seed, epoch)."""
     side = isqrt(n - 1) + 1
     # Measured: with eight rounds the distances between neighbours are as even as chance from n = 40 on, and
     # slightly uneven below (χ² per degree of freedom 1.5 at n = 16, where six rounds have 4.2).
@@ -54,7 +54,7 @@ def _feistel(places: Places, side: int, keys: npt.NDArray[np.uint64]) -> Places:
 
 
 def _hash(digits: Places, key: np.uint64, side: int) -> Places:
-    """A number below `side` for each digit: the mixing steps of splitmix64, which wrap around at 64 bits."""
+    """Hash each digit to a number below `side`: the steps of splitmix64, which wrap around at 64 bits."""
     z = digits.astype(np.uint64) ^ key
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -89,21 +89,21 @@ class Batches:
 
     @property
     def tokens(self) -> int:
-        """How many tokens of the corpus this split holds."""
+        """Tokens of the corpus in this split."""
         return _num_tokens(len(self.corpus), self.split, self.validation_fraction)
 
     @property
     def num_batches(self) -> int:
-        """How many whole batches one epoch has."""
+        """Whole batches in one epoch."""
         return self.windows // self.batch
 
     @property
     def windows(self) -> int:
-        """How many samples one epoch has."""
+        """Samples in one epoch."""
         return num_windows(len(self.corpus), self.sequence, self.split, self.validation_fraction)
 
     def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets) of `step`, int64 [rows, sequence]; `part=(i, n)`: the rows of replica i of n.
+        """Return (inputs, targets) of `step`, int64 [rows, sequence]; `part=(i, n)`: those of replica i of n.
 
         Rows are split as numpy.array_split does: if the batch is not divisible by n, the first replicas have
         one row more.
@@ -111,16 +111,14 @@ class Batches:
         raise_errors(f"step {step}, part {part}", _place_errors(step, part))
         samples = step * self.batch + rows_of_part(self.batch, *part)
         windows = order_samples(samples, self.windows, self.seed)
-        starts = self._first_token() + windows * self.sequence
+        first_token = len(self.corpus) - self.tokens if self.split == "validation" else 0
+        starts = first_token + windows * self.sequence
         block = torch.from_numpy(self.corpus.windows(starts, self.sequence + 1))
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
-    def _first_token(self) -> int:
-        return len(self.corpus) - self.tokens if self.split == "validation" else 0
-
 
 def order_samples(samples: Places, n: int, seed: int) -> Places:
-    """Which of n things each sample is; a batch may begin in one epoch and end in the next."""
+    """Return which of n things each sample is; a batch may begin in one epoch and end in the next."""
     epochs, places = np.divmod(samples, n)
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
@@ -129,14 +127,14 @@ def order_samples(samples: Places, n: int, seed: int) -> Places:
 
 
 def rows_of_part(batch: int, part: int, parts: int) -> Places:
-    """Rows of a batch, split as numpy.array_split does."""
+    """Return the rows of one part of a batch, split as numpy.array_split does."""
     size, extra = divmod(batch, parts)
     start = part * size + min(part, extra)
     return np.arange(start, start + size + (part < extra), dtype=np.int64)
 
 
 def num_windows(corpus_tokens: int, sequence: int, split: Split, validation_fraction: float) -> int:
-    """How many samples one epoch of the split has: no batch of it can be larger."""
+    """Return how many samples one epoch of the split has: no batch of it can be larger."""
     return max(0, _num_tokens(corpus_tokens, split, validation_fraction) - 1) // sequence
 
 
@@ -146,16 +144,19 @@ def _num_tokens(corpus_tokens: int, split: Split, validation_fraction: float) ->
     return held_back if split == "validation" else corpus_tokens - held_back
 
 
-def _argument_errors(batches: Batches) -> list[str]:
-    errors = [
-        f"{name}={value}: must be an integer, at least {least}"
-        for name, value, least in (
-            ("batch", batches.batch, 1),
-            ("sequence", batches.sequence, 1),
-            ("seed", batches.seed, 0),
-        )
+def integer_errors(*arguments: tuple[str, Any, int]) -> list[str]:
+    """List the arguments (name, value, least) that are no integers, or too small."""
+    return [
+        f"{name}={value!r}: must be an integer, at least {least}"
+        for name, value, least in arguments
         if not _is_integer(value, least)
     ]
+
+
+def _argument_errors(batches: Batches) -> list[str]:
+    errors = integer_errors(
+        ("batch", batches.batch, 1), ("sequence", batches.sequence, 1), ("seed", batches.seed, 0)
+    )
     if batches.split not in SPLITS:
         errors.append(f"split '{batches.split}' is not known{did_you_mean(batches.split, SPLITS)}")
     if not 0 <= batches.validation_fraction < 1:
@@ -188,9 +189,7 @@ def _length_fix(batches: Batches, needed: int) -> str:
 
 
 def _place_errors(step: int, part: tuple[int, int]) -> list[str]:
-    errors = []
-    if not _is_integer(step, 0):
-        errors.append(f"step={step}: must be an integer, at least 0")
+    errors = integer_errors(("step", step, 0))
     index, parts = part
     if not (_is_integer(parts, 1) and _is_integer(index, 0) and index < parts):
         errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")

@@ -139,9 +139,9 @@ def weight_source(
             "like pipeline=2, or build the model whole"
         )
     if weights is None:
-        return WeightSource(model, None, device)  # refused on all ranks alike, if at all
+        return WeightSource.open(model, None, device)  # refused on all ranks alike, if at all
     made: list[WeightSource] = []
-    check_on_every_rank(lambda: made.append(WeightSource(model, weights, device)))
+    check_on_every_rank(lambda: made.append(WeightSource.open(model, weights, device)))
     return made[0]
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_optimizer
-from echelon.engine.watch.optimizer import check_coupling
+from echelon.engine.watch.watch import check_coupling
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping

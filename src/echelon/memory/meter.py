@@ -141,7 +141,8 @@ class _Saved:
     """A tensor that autograd keeps; tells the meter when it is let go."""
 
     def __init__(self, tensor: Tensor, meter: Meter | None) -> None:
-        # Without its history: an output that holds its own graph would never be freed if nobody goes back.
+        # Without its history: an output that holds its own graph would never be freed without a backward
+        # pass.
         self._tensor, self._meter, self._version = tensor.detach(), meter, tensor._version
         if meter is not None:
             self._storage = (address_of(tensor), tensor.untyped_storage().nbytes())

@@ -22,7 +22,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def reason_not_to_take(needed: int, content: str, device: torch.device) -> str:
-    """Why an audit should not take so many bytes, if it should not."""
+    """Say why an audit should not take so many bytes; empty if it may."""
     free = free_bytes(device)
     if 2 * needed <= free:
         return ""

@@ -1,1 +1,1 @@
-"""What training keeps: who owns which slice of a tensor, checkpoints, weight files."""
+"""The state of a training: which rank owns which slice of a tensor, checkpoints, weight files."""

@@ -6,7 +6,7 @@ tensor are the same, or do not overlap.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -29,7 +29,7 @@ class RankSlice(NamedTuple):
 
 @final
 class Assembly:
-    """What the ranks of a group own; all of them ask for the same tensors in the same order."""
+    """The tensors that the ranks of a group own; all ranks ask for the same ones in the same order."""
 
     def __init__(self, owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -39,20 +39,20 @@ class Assembly:
         for boxes in exchange_slices(owned, group, device):
             held_whole.append({box.slice for box in boxes if box.slice.is_whole})
             for box in boxes:
-                first_owners.setdefault(_key(box.slice), {}).setdefault(box.slice, box)
+                first_owners.setdefault((box.slice.name, box.slice.part), {}).setdefault(box.slice, box)
         self._everywhere = set.intersection(*held_whole)
-        self._boxes = {key: _chosen(list(boxes.values())) for key, boxes in first_owners.items()}
+        self._boxes = {key: [boxes[box] for box in cover(boxes)] for key, boxes in first_owners.items()}
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._boxes)
 
     def like(self, key: Key) -> Tensor:
-        """A tensor of the meta device with the shape and type of a whole one."""
+        """Return a tensor of the meta device with the shape and type of a whole one."""
         first = self._boxes[key][0]
         return torch.empty(first.slice.shape, dtype=getattr(torch, first.dtype), device="meta")
 
     def tensor(self, key: Key, to: int | None = None) -> Tensor | None:
-        """A copy of a whole tensor on every rank; or on rank `to` alone, and None on the others."""
+        """Return a copy of a whole tensor on every rank; or on rank `to` alone, and None on the others."""
         boxes = self._boxes[key]
         is_wanted = to is None or to == self._group.rank
         if boxes[0].slice in self._everywhere:
@@ -83,37 +83,34 @@ class Assembly:
 
 
 def assemble(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> dict[Key, Tensor]:
-    """Every tensor whole, on every rank of the group; copies."""
+    """Return copies of all tensors, whole, on every rank of the group."""
     assembly = Assembly(owned, group, device)
     tensors = {key: assembly.tensor(key) for key in sorted(assembly)}
     return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
-def _key(box: Slice) -> Key:
-    return box.name, box.part
-
-
-def _chosen(boxes: Sequence[RankSlice]) -> list[RankSlice]:
-    """The boxes that are put together: a whole one alone, or all, which must hold each element once.
+def cover(boxes: Collection[Slice]) -> list[Slice]:
+    """Choose boxes of a tensor that hold each element once: a whole one alone, or all, which do not overlap.
 
     Bytes of boxes that overlap would be added up, and what is missing would be zeros.
     """
-    whole = [box for box in boxes if box.slice.is_whole]
-    first, num_held = boxes[0].slice, sum(box.slice.numel for box in boxes)
+    whole = [box for box in boxes if box.is_whole]
+    first, num_held = next(iter(boxes)), sum(box.numel for box in boxes)
     assert whole or num_held == math.prod(first.shape), (
         f"{first.name} ({first.part}) of shape {first.shape}: the boxes of all ranks hold {num_held} elements"
     )
     return whole[:1] or list(boxes)
 
 
-def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(each) if isinstance(each, list) else each for each in row)
-
-
 def exchange_slices(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[RankSlice]]:
-    """What every rank of the group owns, in rank order; all of them must call this."""
+    """Return what every rank of the group owns, in rank order; all of them must call this."""
     rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
     return [
-        [RankSlice(Slice(*_tuples(row[:5])), row[5], rank) for row in of_rank]
+        [_rank_slice(row, rank) for row in of_rank]
         for rank, of_rank in enumerate(gather_values(rows, group, device, "assembly"))
     ]
+
+
+def _rank_slice(row: Sequence[Any], rank: int) -> RankSlice:
+    name, part, shape, offsets, sizes, dtype = row
+    return RankSlice(Slice(name, part, tuple(shape), tuple(offsets), tuple(sizes)), dtype, rank)

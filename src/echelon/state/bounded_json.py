@@ -20,36 +20,28 @@ _QUOTE = ord('"')
 
 
 def parse_json(
-    data: bytes,
-    *,
-    most_bytes: int = MOST_BYTES,
-    most_values: int = MOST_VALUES,
-    **hooks: Any,
+    data: bytes, *, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES, **hooks: Any
 ) -> Any:
-    """What UTF-8 text says as JSON; a ValueError for what is none, or has more than one may ask of a reader.
+    """Parse UTF-8 text as JSON; a ValueError for what is none, or has too many bytes, values or brackets.
 
     `hooks` are those of `json.loads`.
     """
     if len(data) > most_bytes:
         raise ValueError(f"it has {len(data)} bytes; {most_bytes} are allowed")
     if len(data) > most_values or data.count(b"[") + data.count(b"{") > DEEPEST:
-        _check(data, most_values)
+        num_values, depth = _measure(data)
+        if num_values > most_values:
+            raise ValueError(f"it has {num_values} values; {most_values} are allowed")
+        if depth > DEEPEST:
+            raise ValueError(f"it has {depth} brackets inside each other; {DEEPEST} are allowed")
     with paused_collector():
         return json.loads(data.decode(), **hooks)
 
 
-def _check(data: bytes, most_values: int) -> None:
-    num_values, depth = _measure(data)
-    if num_values > most_values:
-        raise ValueError(f"it has {num_values} values; {most_values} are allowed")
-    if depth > DEEPEST:
-        raise ValueError(f"it has {depth} brackets inside each other; {DEEPEST} are allowed")
-
-
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Make many objects, none of which is garbage: the collector would look at all of them again and again,
-    for twice the time that they take."""
+    """Pause garbage collection while many objects are made, none of which is garbage: it would visit all of
+    them again and again, for twice the time that they take."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -60,7 +52,7 @@ def paused_collector() -> Iterator[None]:
 
 
 def _measure(data: bytes) -> tuple[int, int]:
-    """How many values JSON has, about, and how many brackets are open at once at most.
+    """Count the values of JSON, about, and the brackets that are open at once at most.
 
         {"a[": [1, 2]}   ->   4 values: one for each comma and for each bracket that opens, and one; depth 2
 

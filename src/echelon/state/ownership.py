@@ -1,8 +1,7 @@
 """Ownership: which slices of which named global tensors a rank holds.
 
 Every rank lists all that it needs to go on: weights, float32 masters, optimizer state, buffers and counters.
-Whole state dicts, exported files (and later checkpoints) are put together from these lists, and know no
-strategy: see assembly.py.
+Whole state dicts, exported files and checkpoints are put together from these lists, and know no strategy.
 """
 
 import math
@@ -17,7 +16,7 @@ ENGINE = "(engine)"  # the name under which an engine's own counters stand; no p
 
 
 class Slice(NamedTuple):
-    """A box of one global tensor: where it lies. Several ranks may hold the same box."""
+    """A box of one global tensor, by its place. Several ranks may hold the same box."""
 
     name: str
     part: str
@@ -35,7 +34,7 @@ class Slice(NamedTuple):
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """What to index the whole tensor with to get this box."""
+        """The index of this box in the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
@@ -47,7 +46,7 @@ class OwnedSlice(NamedTuple):
 
 
 class LocalParameter(NamedTuple):
-    """What this rank's optimizer updates of one parameter: all of it, or a run of its elements.
+    """The part of one parameter that this rank's optimizer updates: all of it, or a run of its elements.
 
     `tensor` is the memory to update, and its `.grad` the gradient. A run is flat: `begin` says where in the
     flattened parameter it starts. `parameter` is the model's own, whatever it holds at the moment.
@@ -60,13 +59,13 @@ class LocalParameter(NamedTuple):
 
 
 def whole_slice(name: str, tensor: Tensor, part: str = VALUE) -> Slice:
-    """The box that is all of a tensor."""
+    """Return the box that is all of a tensor."""
     shape = tuple(tensor.shape)
     return Slice(name, part, shape, (0,) * len(shape), shape)
 
 
 def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[Slice]:
-    """The boxes that make up elements begin…end of a flattened tensor, in order.
+    """Return the boxes that make up elements begin…end of a flattened tensor, in order.
 
     A run through a 3 × 4 matrix from element 2 to 9 is three boxes:
 
@@ -94,7 +93,7 @@ def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[
 
 
 def _inside_row(name: str, shape: tuple[int, ...], row: int, begin: int, end: int) -> list[Slice]:
-    """The boxes of a run inside one row of the first dim."""
+    """Return the boxes of a run inside one row of the first dim."""
     return [
         Slice(name, VALUE, shape, (row, *box.offsets), (1, *box.sizes))
         for box in run_slices(name, shape[1:], begin, end)
@@ -102,7 +101,7 @@ def _inside_row(name: str, shape: tuple[int, ...], row: int, begin: int, end: in
 
 
 def own_state(part: str, value: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
-    """State of the elements that `slices` cover; what has another size belongs to them all."""
+    """Place state of the elements that `slices` cover; state of another size belongs to them all."""
     value = value.to_dense() if value.is_sparse else value  # SGD's momentum of a sparse gradient
     if value.dim() == 0 or value.numel() != sum(box.numel for box in slices):  # or of rows and columns
         return [OwnedSlice(whole_slice(slices[0].name, value, part), value)] if slices else []
@@ -110,7 +109,7 @@ def own_state(part: str, value: Tensor, slices: Sequence[Slice]) -> list[OwnedSl
 
 
 def own_run(run: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
-    """Memory that holds the boxes of `slices` one after the other."""
+    """Place memory that holds the boxes of `slices` one after the other."""
     pieces = run.detach().flatten().split([box.numel for box in slices])
     return [OwnedSlice(box, piece.view(box.sizes)) for box, piece in zip(slices, pieces, strict=True)]
 

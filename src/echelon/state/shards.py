@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, and where it lies in the whole parameter.
+"""Shards: the part of a parameter that a rank holds, and its place in the whole parameter.
 
 A fused matrix is several matrices, one after the other along the split dim. A rank holds a part of each:
 
@@ -21,7 +21,7 @@ from echelon.state.ownership import OwnedSlice, Slice
 
 
 def share_of(size: int, ranks: int) -> int:
-    """How much of a dim each of `ranks` holds, with padding."""
+    """Return how much of a dim each of `ranks` holds, with padding."""
     return -(-size // ranks)
 
 
@@ -35,7 +35,7 @@ class Shard:
     ranks: int
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's share, in memory of its own."""
+        """Copy this rank's share."""
         pieces = [self._take_part(part) for part in whole.split(self.parts, self.dim)]
         return torch.cat(pieces, self.dim).contiguous()
 
@@ -48,11 +48,11 @@ class Shard:
         return F.pad(taken, [*later_dims, 0, padding]) if padding else taken
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the parameter of which this rank holds `shape`."""
+        """Return the shape of the parameter of which this rank holds `shape`."""
         return (*shape[: self.dim], sum(self.parts), *shape[self.dim + 1 :])
 
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
-        """A box of this rank's share as boxes of the whole: it may touch several parts, or only padding."""
+        """Return a box of this rank's share as boxes of the whole: of several parts, or none for padding."""
         box = owned.slice
         if len(box.shape) <= self.dim:  # one number for the whole parameter
             return [owned]
@@ -79,7 +79,7 @@ class Shard:
 
 
 def part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """This rank's share as a new parameter, because autograd remembers the shape of one that was used."""
+    """Make a new parameter of this rank's share: autograd remembers the shape of one that was used."""
     part = nn.Parameter(shard.take(parameter.data), requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
     return part

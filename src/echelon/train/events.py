@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from echelon.engine.audit.report import AuditResult
+from echelon.engine.audit import AuditResult
 
 FROM_DISK = "from its checkpoint on disk"
 

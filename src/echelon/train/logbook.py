@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from echelon.engine.audit.report import AuditResult
+from echelon.engine.audit import AuditResult
 from echelon.train.charts import Series, line_chart, side_by_side
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, RolledBack, Sampled, Started, Stepped
 from echelon.train.metrics_file import (

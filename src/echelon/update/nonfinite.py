@@ -1,4 +1,4 @@
-"""What a training does with a step whose loss, or whose gradients, are NaN or infinite.
+"""The rule for a step whose loss, or whose gradients, are NaN or infinite.
 
     allow   the step is made, as torch would make it (fp16 skips those whose gradients have overflowed)
     skip    the step changes nothing, on all ranks; too many of them in a row are an error

@@ -20,6 +20,13 @@ Number = float | Tensor
 Flag = bool | Tensor
 
 
+def choose(condition: Flag, one: Number, other: Number) -> Number:
+    """Return `one` where the condition holds, else `other`. A condition on the device is not read."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, one, other)
+    return one if condition else other
+
+
 class Scaling(NamedTuple):
     """`factor` of the gradients; `norm` of the mean's, before clipping.
 
@@ -76,8 +83,8 @@ _NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every wo
 
 
 class Outcome(NamedTuple):
-    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient; what losses
-    were scaled by, and how many updates were skipped because gradients were not finite."""
+    """The result of an update: the loss total, its count, the norm of the mean's gradient; what losses were
+    scaled by, and how many updates were skipped because gradients were not finite."""
 
     total: float
     counted: float
@@ -88,8 +95,8 @@ class Outcome(NamedTuple):
 
 
 class GateNumbers(NamedTuple):
-    """What gates add to the numbers of an update: this rank's share of their losses, for each gate whether
-    its statistics are not finite, and what the user reads then."""
+    """The share of gates in the numbers of an update: this rank's share of their losses, for each gate
+    whether its statistics are not finite, and what the user reads then."""
 
     auxiliary: Tensor
     is_broken: Tensor
@@ -152,12 +159,12 @@ class StepNumbers:
 
     @property
     def norm(self) -> Number:
-        """Where it is: on the device, if the numbers came from there and nobody has read them."""
+        """The norm: on the device, if the numbers came from there and were not read."""
         return self._values[2]
 
     @property
     def is_ready(self) -> bool:
-        """Whether `read` returns without waiting for the device."""
+        """Return whether `read` returns without waiting for the device."""
         return self._copy is None or self._copy.is_ready
 
     @property

@@ -24,7 +24,7 @@ from echelon.update.precision.whole_stepper import PartRoute, Routes, WholeRoute
 
 
 def has_parts(plan: Plan) -> bool:
-    """Whether a rank may update a part of a parameter."""
+    """Return whether a rank may update a part of a parameter."""
     return plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
 
 
@@ -53,7 +53,7 @@ class LocalBoxes(NamedTuple):
 
 
 def local_boxes(stages: LocalStages, layers: LayerSharding) -> Iterator[LocalBoxes]:
-    """What this rank updates, as boxes of whole parameters."""
+    """Return the tensors that this rank updates, as boxes of whole parameters."""
     numbers = {sharing: number for number, sharing in enumerate(stages.sharings)}
     for sharing, local in stages.slices():
         yield LocalBoxes(local, numbers[sharing], sharing.slices(local), layers)
@@ -156,7 +156,7 @@ def _key(boxes: LocalBoxes, layers: LayerSharding, mesh: Mesh) -> str:
 
 
 def _exchange(boxes: Mapping[str, LocalBoxes], mesh: Mesh) -> list[_Held]:
-    """What each rank of the stage holds."""
+    """Return the boxes that each rank of the stage holds."""
     owned = [
         OwnedSlice(box._replace(name=key), each.local.tensor)
         for key, each in boxes.items()

@@ -44,7 +44,7 @@ class SynchronousUpdate(Update):
 
         `steady`: all of them are at the same update, so that one's count tells of the next one's, and its
         overflow is everyone's. Elsewhere the runner collects overflows (`pop_overflows`).
-        `deferred`: the numbers stay on the device until somebody reads them. An update that is refused
+        `deferred`: the numbers stay on the device until they are read. An update that is refused
         changes nothing, and only `numbers` tells.
         `in_backward`: units are updated in the backward pass, and `step` updates what is left.
         `skips_nonfinite`: an update whose loss or gradients are not finite changes nothing.
@@ -112,7 +112,7 @@ class SynchronousUpdate(Update):
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
     def _found(self) -> tuple[Number, Number, Flag]:
-        """What `StepNumbers` tells beside sums: norm, loss scale, whether the update is skipped."""
+        """Return the values of `StepNumbers` beside sums: norm, loss scale, whether the update is skipped."""
         return self._scaling.norm, self.loss_scale, self._scaling.overflows | self._scaling.left_out
 
     @property
@@ -152,7 +152,7 @@ class SynchronousUpdate(Update):
         return overflows
 
     def _remember_count(self) -> None:
-        """That of an update that was refused, or left out, is no guide."""
+        """Remember the count of an update, unless it was refused or left out."""
         undone = self.undoes
         if not isinstance(undone, Tensor):
             self._last_count = self._last_count if undone else self._count
@@ -170,7 +170,7 @@ class SynchronousUpdate(Update):
             self.units.has_updated = False
 
     def _is_left_out(self) -> bool:
-        """Whether the step is known to be refused, and publishes nothing."""
+        """Return whether the step is known to be refused, and publishes nothing."""
         # The first time, ranks agree on the order in which gradients came, and a refused step may have had
         # none. The first update of a parameter reads the flag too.
         reads = not self.deferred or not self._has_published
@@ -178,7 +178,7 @@ class SynchronousUpdate(Update):
 
     def _settle(self) -> None:
         """End a refused step where the host updates. What an earlier step has left there comes up, as in a
-        step whose refusal nobody reads; so does what units have sent in the backward pass."""
+        step whose refusal is not read; so does what units have sent in the backward pass."""
         if self.stepper.on_host and (self.stepper.finish() or self.units is not None):
             self._share_weights()
 
@@ -303,7 +303,7 @@ def _own_counter(part: str, value: Number) -> OwnedSlice:
 
 
 def _on_device(number: Number, like: Tensor) -> Tensor:
-    """A float64 number where `like` is; nobody waits for it."""
+    """Return a float64 number where `like` is, without a wait."""
     return number.double() if isinstance(number, Tensor) else like.new_full((), number)
 
 

@@ -1,7 +1,7 @@
 """Updates of units in the backward pass: each as soon as its gradients are summed over ranks.
 
 The factor of its gradients is 1, since losses were divided by the count of the step before the backward pass,
-and nobody clips. The squares of gradients add up to those of the step's norm, unit by unit.
+and without clipping. The squares of gradients add up to those of the step's norm, unit by unit.
 
 The first step is rehearsed (rehearsal.py): its passes run once without updates, and again with them.
 """
@@ -46,7 +46,7 @@ class UnitUpdates:
 
     def start_step(self, number: int) -> None:
         """Update `number` begins, counted from 0."""
-        check_takes_units(self._stepper.optimizer)  # somebody may have added a hook
+        check_takes_units(self._stepper.optimizer)  # a hook may have been added
         self._square, self.has_updated = None, False
         if self.rehearsal is None:
             self._stepper.start_update(number)

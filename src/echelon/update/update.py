@@ -17,8 +17,8 @@ InWhole = Callable[[OwnedSlice], list[OwnedSlice]]
 
 
 class Push(NamedTuple):
-    """Of asynchronous training: worker `worker` took its step number `step` at version `pulled`, and its
-    gradient went into version `pushed`.
+    """One push of asynchronous training: worker `worker` took its step number `step` at version `pulled`, and
+    its gradient went into version `pushed`.
 
     Version 0 is the start; every update makes the next one. Entries that share `pushed` were averaged.
     """
@@ -30,7 +30,7 @@ class Push(NamedTuple):
 
 
 class Update(ABC):
-    """One way to turn the work of all replicas into new weights.
+    """One way from the work of all replicas to new weights.
 
     The runner calls, for each update and in this order: `start_step`; then, at the instructions of these
     names, `tie`, `norm`, `step` (UPDATE) and `publish`.
@@ -38,14 +38,14 @@ class Update(ABC):
 
     optimizer: torch.optim.Optimizer
     numbers: StepNumbers  # of the last update
-    deferred: bool = False  # whether nobody reads them before the step returns
+    deferred: bool = False  # whether they are not read before the step returns
     units: UnitUpdates | None = None  # where units are updated in the backward pass
     loss_scaling: LossScaling | None = None  # of fp16
     number: int = 0  # of the next update, from 0; one that is refused has a number too
 
     @property
     def loss_scale(self) -> Number:
-        """What the losses of the next step are multiplied by before their backward pass."""
+        """The factor of the next step's losses before their backward pass."""
         return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
 
     def set_learning_rate(self, step: int) -> None:  # noqa: B027 (nothing to do where a server sets it)
@@ -90,8 +90,8 @@ class Update(ABC):
         """Bring the new weights to all ranks that use them."""
 
     def changed(self) -> list[LocalParameter]:
-        """Weights that somebody has changed since the last update, of those that are on their way when a step
-        ends, and that only this can tell of."""
+        """Return weights that the user has changed since the last update, of those that are on their way when
+        a step ends, and that only this can tell of."""
         return []
 
     def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:  # noqa: B027
@@ -105,7 +105,7 @@ class Update(ABC):
         """Bring the newest weights to every rank: before all ranks do something together between steps."""
 
     def show_newest(self) -> None:
-        """The same for somebody who reads: the next step computes as if nobody had."""
+        """The same for a reader: the next step computes as if the weights had not been read."""
         self.synchronize()
 
     def log(self) -> list[Push]:
@@ -126,7 +126,7 @@ class Update(ABC):
 
     @abstractmethod
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates on this rank, each with the name of its parameter."""
+        """Return the tensors that the optimizer updates on this rank, each with the name of its parameter."""
 
     @abstractmethod
     def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
@@ -146,4 +146,4 @@ class Update(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """Release hooks, threads and connections. After a failure (`failed`) nobody is waited for."""
+        """Release hooks, threads and connections. After a failure (`failed`) no rank is waited for."""

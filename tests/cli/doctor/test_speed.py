@@ -10,8 +10,8 @@ from echelon.launching import RankFailed, Ranks
 
 
 def test_ranks_time_a_large_and_a_small_all_reduce(warm_ranks: Callable[[int], Ranks]) -> None:
-    for trip in warm_ranks(2).run(speed.time_all_reduce):
-        assert trip.large > trip.small > 0
+    for seconds in warm_ranks(2).run(speed.time_all_reduce):
+        assert seconds.large > seconds.small > 0
 
 
 @pytest.mark.slow_cases("error1")

@@ -15,8 +15,8 @@ from echelon.engine.audit.audit_batch import (
     choose_samples,
     most_different,
     sample_traits,
+    shown_traits,
     smallest_factor,
-    union,
 )
 from echelon.plan import Plan
 
@@ -42,7 +42,7 @@ def test_each_sample_is_repeated_as_often(plan: str, samples: int, whole: Any, l
     mesh = Mesh.pretend(Plan.parse(plan), 0)
     batch = (torch.arange(samples), torch.arange(samples) * 10)
     agreement = RankAgreement(None, torch.device("cpu"))
-    chosen = choose_samples(given(batch), None, 0, 0, mesh, agreement)
+    chosen = choose_samples(given(batch), None, None, 0, mesh, agreement)
     assert chosen is not None
     assert chosen.whole[0].tolist() == whole
     assert chosen.local[1].tolist() == [10 * sample for sample in local]
@@ -53,7 +53,7 @@ def test_each_sample_is_repeated_as_often(plan: str, samples: int, whole: Any, l
 
 def test_whole_microbatches_where_a_model_takes_no_others() -> None:
     mesh, agreement = Mesh.pretend(Plan.parse("microbatches=2"), 0), RankAgreement(None, torch.device("cpu"))
-    chosen = choose_samples(given((torch.arange(8), None)), None, 0, 0, mesh, agreement, is_small=False)
+    chosen = choose_samples(given((torch.arange(8), None)), None, None, 0, mesh, agreement, is_small=False)
     assert chosen is not None
     assert chosen.per_part == 4
     assert chosen.bounds == [(0, 4), (4, 8)]
@@ -62,23 +62,22 @@ def test_whole_microbatches_where_a_model_takes_no_others() -> None:
 
 def test_without_samples_there_is_nothing() -> None:
     mesh, agreement = Mesh.pretend(Plan.parse("microbatches=2"), 0), RankAgreement(None, torch.device("cpu"))
-    assert choose_samples(given((torch.zeros(0, 2), None)), None, 0, 0, mesh, agreement) is None
+    assert choose_samples(given((torch.zeros(0, 2), None)), None, None, 0, mesh, agreement) is None
 
 
 def test_smallest_factors() -> None:
     assert [smallest_factor(number) for number in (1, 2, 3, 4, 9, 15, 7)] == [1, 2, 3, 2, 3, 3, 7]
 
 
-def traits(targets: Tensor, inputs: Tensor | None = None) -> list[int]:
+def traits(targets: Tensor, inputs: Tensor | None = None) -> Tensor:
     found = sample_traits((torch.zeros(len(targets), 4) if inputs is None else inputs, targets))
     assert found is not None
-    return found.tolist()
+    return found
 
 
 def new(first: Tensor, later: Tensor) -> bool:
     """Whether a later batch shows what the first did not."""
-    known, shown = (int(union(torch.tensor(traits(each)))) for each in (first, later))
-    return bool(shown & ~known)
+    return bool((shown_traits(traits(later)) & ~shown_traits(traits(first))).any())
 
 
 def test_what_is_new() -> None:
@@ -105,18 +104,20 @@ def test_positions_past_the_end_of_the_input() -> None:
 def test_masks_among_the_inputs_count_and_real_inputs_do_not() -> None:
     targets = torch.ones(2, dtype=torch.int64)
     whole, cut = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True] * 3, [True, True, False]])
-    assert traits(targets, whole) != traits(targets, cut)
-    assert traits(targets, torch.ones(2, 3)) == traits(targets, torch.tensor([[1.0] * 3, [0.0] * 3]))
+    assert not torch.equal(traits(targets, whole), traits(targets, cut))
+    real = torch.tensor([[1.0] * 3, [0.0] * 3])
+    assert torch.equal(traits(targets, torch.ones(2, 3)), traits(targets, real))
     assert sample_traits((torch.ones(2, 3), None)) is None
 
 
 def test_samples_are_ordered_by_what_is_new() -> None:
     targets = torch.tensor([[1, 1, 1], [5, 5, 1], [1, 1, 1], [5, 1, 1], [5, 5, 5], [1, 1, 1]])
-    batch = (torch.zeros(6, 2), targets)
-    known = int(union(torch.tensor(traits(torch.ones(1, 3, dtype=torch.int64)))))
-    assert most_different(batch, sample_traits(batch), 4, known) == [0, 2, 1, 4]
-    assert most_different(batch, None, 2) == [0, 1]
+    found = traits(targets)
+    new = shown_traits(found) & ~shown_traits(traits(torch.ones(1, 3, dtype=torch.int64)))
+    assert most_different(found, new, 4) == [0, 2, 1, 4]
+    zeros = traits(torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
+    assert most_different(zeros, torch.zeros_like(new), 2) == [1, 2], "nothing is new"
 
 
 def test_an_empty_batch_shows_nothing() -> None:
-    assert int(union(torch.zeros(0, dtype=torch.int64))) == 0
+    assert not shown_traits(traits(torch.zeros(0, dtype=torch.int64))).any()

@@ -117,8 +117,8 @@ class LossAlone(Gate):
         self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
 
     route = SoftmaxRouter.route
-    _jittered = SoftmaxRouter._jittered
-    normalize, z_loss = True, 1.0
+    _jittered, _choose = SoftmaxRouter._jittered, SoftmaxRouter._choose
+    normalize, z_loss, jitter = True, 1.0, 0.0
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         tokens, _, _, probability, _ = statistics

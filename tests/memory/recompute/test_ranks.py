@@ -89,7 +89,7 @@ def gathered(plan: str, prefetch: int) -> Gathered:
 
     def count(*_: object) -> None:
         nonlocal most
-        flats = (flat.flat.untyped_storage().nbytes() for unit in zero._flats for flat in unit)
+        flats = (flat.flat.untyped_storage().nbytes() for flat in zero._flats)
         most = max(most, sum(size > 0 for size in flats))
 
     for module in engine.module.modules():

@@ -134,8 +134,8 @@ def gradient_places(plan: str) -> list[set[int]]:
     for step in range(3):
         tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
         engine.step(engine.local((tokens[:, :-1], tokens[:, 1:])))
-        memory = engine._local.sharings[0]._reduced[0].memory  # type: ignore[attr-defined]
-        places.append({buffer.data_ptr() for buffer in memory.storages()})
+        memory = engine._local.sharings[0]._reduced[0].gradient  # type: ignore[attr-defined]
+        places.append({buffer.data_ptr() for buffer in memory.preallocated()})
     engine.close(restore=False)
     return places
 

@@ -107,7 +107,7 @@ def test_a_model_that_returns_all_layers_is_refused_with_the_fix() -> None:
 
 def test_transformers_is_not_needed() -> None:
     code = (
-        "import sys, echelon.models, echelon.nn.layering as l, echelon.nn.dropout as d; "
+        "import sys, echelon.models, echelon.nn.layering as l, echelon.nn.dropout.modules as d; "
         "from torch import nn; "
         "assert l.listed_layers(nn.Linear(2, 2)) == d.unkeyed_dropout(nn.Linear(2, 2)) == []; "
         "assert 'transformers' not in sys.modules"

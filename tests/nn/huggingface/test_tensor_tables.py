@@ -6,8 +6,7 @@ import pytest
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.nn.huggingface.encoders import ENCODERS
-from echelon.nn.huggingface.families import FAMILIES
+from echelon.nn.huggingface.families import ENCODERS, FAMILIES
 from echelon.nn.huggingface.modules import draws_by_function, draws_by_head
 from echelon.nn.huggingface.tensor_tables import TENSOR_TABLES
 from echelon.parallel.tensor.styles import Styles

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.models import build
-from echelon.nn.initialization import InitialValues, deferred, is_deferred, named_tensors
+from echelon.nn.initialization import WeightSource, deferred, is_deferred, named_tensors
 from echelon.nn.initialization.tape import Tape, recording
 from echelon.state.ownership import Slice
 
@@ -46,7 +46,7 @@ def values_of(make: Callable[[], nn.Module], seed: int = 0) -> dict[str, Tensor]
     torch.manual_seed(seed)
     model = deferred(make)
     assert is_deferred(model)
-    values = InitialValues(model, CPU)
+    values = WeightSource(model, CPU)
     assert not values.errors()
     return {name: values.tensor(name) for name, _ in named_tensors(model)}
 
@@ -107,7 +107,7 @@ def test_values_follow_from_seed_and_name_alone() -> None:
 
 
 def test_boxes_are_parts_of_the_whole() -> None:
-    values = InitialValues(deferred(lambda: nn.Linear(6, 4)), CPU)
+    values = WeightSource(deferred(lambda: nn.Linear(6, 4)), CPU)
     box = Slice("weight", "value", (4, 6), (1, 2), (2, 3))
     (part,) = values.read("weight", [box])
     assert torch.equal(part, values.tensor("weight")[1:3, 2:5])
@@ -116,7 +116,7 @@ def test_boxes_are_parts_of_the_whole() -> None:
 def test_models_built_on_meta_reset_their_modules() -> None:
     with torch.device("meta"):
         model = build("gpt-tiny")
-    values = InitialValues(model, CPU)
+    values = WeightSource(model, CPU)
     assert not values.errors()
     assert_alike({name: values.tensor(name) for name, _ in named_tensors(model)}, build("gpt-tiny"))
 
@@ -131,11 +131,11 @@ class Scale(nn.Module):
 def test_what_cannot_be_replayed_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Scale())
-    errors = InitialValues(model, CPU).errors()
+    errors = WeightSource(model, CPU).errors()
     assert [error.partition(":")[0] for error in errors] == ["1.scale", "1.table"]
     assert "Scale was built on the meta device and has no reset_parameters()" in errors[0]
     assert "echelon.deferred(lambda: …)" in errors[0]
-    empty = InitialValues(deferred(lambda: nn.ParameterList([torch.empty(3)])), CPU).errors()
+    empty = WeightSource(deferred(lambda: nn.ParameterList([torch.empty(3)])), CPU).errors()
     assert empty == ["0: nothing gave it values while the model was built; initialise it there"]
 
 
@@ -155,10 +155,10 @@ def test_torch_s_initialisers_do_not_see_the_meta_device() -> None:
 def test_changes_after_the_recording_are_refused() -> None:
     model = deferred(lambda: nn.Linear(3, 3))
     nn.init.zeros_(model.bias)
-    (error,) = InitialValues(model, CPU).errors()
+    (error,) = WeightSource(model, CPU).errors()
     assert error == "bias: was changed after echelon.deferred had built the model; do it inside the function"
     moved = deferred(lambda: nn.Linear(3, 3)).half()
-    assert len(InitialValues(moved, CPU).errors()) == 2
+    assert len(WeightSource(moved, CPU).errors()) == 2
 
 
 def test_parts_copies_and_surroundings_are_refused() -> None:
@@ -166,7 +166,7 @@ def test_parts_copies_and_surroundings_are_refused() -> None:
     inner = deferred(lambda: nn.Sequential(nn.Linear(3, 3)))
     for model in (inner[0], copy.deepcopy(inner), nn.Sequential(inner, nn.Linear(3, 3))):
         with pytest.raises(UserError, match="is a part or a copy of a model that"):
-            InitialValues(model, CPU)
+            WeightSource(model, CPU)
 
 
 def test_tensors_in_lists_and_generators_are_named() -> None:
@@ -176,7 +176,7 @@ def test_tensors_in_lists_and_generators_are_named() -> None:
             self.masks = [torch.ones(2)]
             nn.init.normal_(self.bias, generator=torch.Generator("cpu"))
 
-    assert InitialValues(deferred(Hidden), CPU).errors() == [
+    assert WeightSource(deferred(Hidden), CPU).errors() == [
         "bias: is drawn by a generator of its own; leave generator= out",
         "masks: is a list with tensors; make them buffers",
     ]
@@ -192,9 +192,6 @@ def test_bad_functions_are_explained() -> None:
 
 
 transformers = pytest.importorskip("transformers")
-
-
-CPU = torch.device("cpu")
 
 
 def small_llama() -> nn.Module:
@@ -218,7 +215,7 @@ def test_weights_have_the_spread_that_transformers_gives_them(recorded: bool) ->
     else:
         with torch.device("meta"):
             holder = Holder()
-    values = InitialValues(holder, CPU)
+    values = WeightSource(holder, CPU)
     assert not values.errors()
     for name, expected in named_tensors(Holder()):
         found, wanted = values.tensor(name).double(), expected.detach().double()
@@ -235,7 +232,7 @@ def test_what_has_values_keeps_them_and_nothing_is_marked() -> None:
     weights = torch.rand(96, 64)
     model.load_state_dict({name: weights.clone()}, strict=False, assign=True)
     for _ in range(2):  # a first try leaves nothing behind
-        values = InitialValues(model, CPU)
+        values = WeightSource(model, CPU)
         assert not values.errors()
         assert torch.equal(values.tensor(name), weights)
         assert torch.equal(model.get_parameter(name).detach(), weights)
@@ -244,7 +241,7 @@ def test_what_has_values_keeps_them_and_nothing_is_marked() -> None:
 def test_containers_reset_after_what_they_contain() -> None:
     with torch.device("meta"):
         model = nn.Transformer(32, 4, 1, 1, 64, batch_first=True)
-    values = InitialValues(model, CPU)
+    values = WeightSource(model, CPU)
     expected = nn.Transformer(32, 4, 1, 1, 64, batch_first=True).encoder.layers[0].linear1.weight
     found = values.tensor("encoder.layers.0.linear1.weight")
     assert 0.9 < found.std() / expected.std() < 1.1, "xavier, and not that of nn.Linear"
@@ -254,5 +251,5 @@ def test_ties_of_two_modules_that_both_reset_are_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
         model[1].weight = model[0].weight
-    (error,) = InitialValues(model, CPU).errors()
+    (error,) = WeightSource(model, CPU).errors()
     assert error.startswith("0.weight: is tied, and several modules give it values")

@@ -6,13 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.state.checkpoint.file_checks import hash_bytes
+from echelon.state.checkpoint.file_checks import FileHash
 from echelon.state.checkpoint.manifest import MANIFEST, FileRecord, Manifest, PieceRecord, TensorRecord
 from echelon.state.weight_files.tensor_file import TensorEntry, write_tensor_file
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 BIAS = torch.arange(3.0)
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
+
+
+def hash_bytes(data: bytes | bytearray) -> str:
+    found = FileHash()
+    found.update(memoryview(data))
+    return found.hexdigest()
 
 
 def small_manifest(files: dict[str, FileRecord], **changes: Any) -> Manifest:

@@ -8,7 +8,8 @@ import pytest
 from xxhash import xxh3_64_digest
 
 from echelon.state.checkpoint import file_checks
-from echelon.state.checkpoint.file_checks import FileHash, hash_bytes, hash_file
+from echelon.state.checkpoint.file_checks import FileHash, hash_file
+from tests.state.checkpoint.small import hash_bytes
 
 
 def by_hand(data: bytes, block: int) -> str:

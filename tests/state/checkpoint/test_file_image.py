@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from echelon.state.checkpoint import part_writer
-from echelon.state.checkpoint.file_checks import BLOCK_BYTES, FileHash, hash_bytes, hash_file
+from echelon.state.checkpoint.file_checks import BLOCK_BYTES, FileHash, hash_file
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.state.checkpoint.part_writer import ALIGNMENT, DirectFile, aligned_memory
 from echelon.state.ownership import Slice, whole_slice
 from tests.state.checkpoint.saving import state
+from tests.state.checkpoint.small import hash_bytes
 
 
 def layout_of(tensors: dict[str, Tensor], **options: int) -> list[FileLayout]:

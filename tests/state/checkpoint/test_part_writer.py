@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from echelon.state.checkpoint import file_checks, part_writer
-from echelon.state.checkpoint.file_checks import hash_bytes
 from echelon.state.checkpoint.file_image import FileImage, lay_out
 from echelon.state.checkpoint.manifest import FileRecord
 from echelon.state.checkpoint.part_writer import FilledChunks, StoppedError, aligned_memory, write_memory
 from echelon.state.ownership import whole_slice
+from tests.state.checkpoint.small import hash_bytes
 
 CPU = torch.device("cpu")
 BLOCK = 4096

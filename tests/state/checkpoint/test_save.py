@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from echelon.state.checkpoint import SaveOptions, assignment, part_writer, stora
 from echelon.state.checkpoint import save as save_module
 from echelon.state.checkpoint.file_checks import BLOCK_BYTES
 from echelon.state.checkpoint.part_writer import DirectFile
-from echelon.state.checkpoint.save import Saver, Then
+from echelon.state.checkpoint.save import Saver
 from echelon.state.checkpoint.target import FolderTarget
 from tests.peak_memory import PeakMemory
 from tests.state.checkpoint.saving import (
@@ -307,7 +308,7 @@ def test_a_failed_engine_gives_up_what_is_under_way(tmp_path: Path, monkeypatch:
     saver.finish()
 
 
-def end_without_finish(folder: Path, *, then: Then | None = None) -> None:
+def end_without_finish(folder: Path, *, then: Callable[[], None] | None = None) -> None:
     def wait() -> None:
         time.sleep(0.3)
         if then is not None:

@@ -3,13 +3,14 @@
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from echelon.state.checkpoint import SaveOptions
 from echelon.state.checkpoint import save as save_module
-from echelon.state.checkpoint.save import _Running, _Save
+from echelon.state.checkpoint.save import _BackgroundSave
 from echelon.state.checkpoint.snapshot import nothing
 from tests.state.checkpoint.saving import check_saved, new_saver, save, state
 
@@ -71,11 +72,13 @@ class Thread:
         return self._is_alive
 
 
-def running(thread: Any, error: Exception | None = None) -> tuple[_Running, Target]:
-    target: Any = Target()
-    done = threading.Event()
-    done.set()
-    return _Running("the place", target, None, thread, done, threading.Event(), error), target  # type: ignore[arg-type]
+def running(thread: Any, error: Exception | None = None) -> tuple[_BackgroundSave, Target]:
+    save: Any = SimpleNamespace(place="the place", target=Target())
+    snapshot: Any = None
+    each = _BackgroundSave(save, snapshot)
+    each._thread, each.error = thread, error
+    each._is_part_done.set()
+    return each, save.target
 
 
 @pytest.mark.parametrize(("is_failing", "seconds"), [(False, 600), (True, 5)])
@@ -105,7 +108,7 @@ def test_how_long_a_program_that_ends_waits(
 def test_what_is_given_up_is_removed_unless_a_thread_still_writes_there(is_alive: bool) -> None:
     saver, thread = new_saver(), Thread(is_alive=is_alive)
     saver._running, target = running(thread)
-    stop = saver._running.stop
+    stop = saver._running._stop
     saver.abandon()
     assert (stop.is_set(), thread.waited, saver._running) == (True, [5.0], None)
     assert target.num_abandoned == (0 if is_alive else 1)
@@ -126,25 +129,3 @@ def test_waiting_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     save_module._wait(lambda seconds: bool(asked.append(seconds)) or next(answers))
     assert (asked, len(beats)) == ([1.0] * 3, 2)
-
-
-def test_rank_0_looks_for_reports_in_turn_fifty_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {0: [None, {"rank": 0}], 1: [None, None, {"rank": 1}]}
-    pauses, committed = [], list[Any]()
-
-    class Waiting:
-        place = "a"
-        target = type("T", (), {"find_report": staticmethod(lambda rank: found[rank].pop(0))})
-        _group = type("G", (), {"rank": 0, "size": 2})
-        _options = SaveOptions(retries=0)
-        commit = staticmethod(committed.append)
-
-    monkeypatch.setattr(save_module.time, "sleep", pauses.append)
-    waiting: Any = Waiting()
-    _Save.commit_when_all_are_done(waiting, lambda: False)
-    assert (pauses, committed) == ([0.02] * 3, [[{"rank": 0}, {"rank": 1}]])
-    with pytest.raises(save_module.StoppedError):
-        _Save.commit_when_all_are_done(waiting, lambda: True)
-    Waiting._group.rank = 1  # type: ignore[attr-defined]
-    _Save.commit_when_all_are_done(waiting, lambda: True)
-    assert len(committed) == 1

@@ -267,7 +267,7 @@ def test_close_waits_for_a_save_also_when_a_step_was_refused(
     late, find = UserError("a step was refused"), target.FolderTarget.find_report
     monkeypatch.setattr(target.FolderTarget, "find_report", lambda *a: (time.sleep(0.2), find(*a))[1])
     engine.save(tmp_path / "a", wait=False)
-    monkeypatch.setattr(engine, "_late_error", lambda **_: late)
+    monkeypatch.setattr(engine._step, "late_error", lambda **_: late)
     monkeypatch.setattr(engine, "synchronize", lambda: None)
     monkeypatch.setattr(engine, "full_state_dict", dict)
     assert message_of(engine.close) == "a step was refused"

@@ -13,7 +13,7 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.nn.hashing import hash_of
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
-from echelon.update.precision import KeyedRounding, Placement, RoundingStepper, rounding
+from echelon.update.precision import KeyedRounding, Placement, RoundingStepper, flat_memory, rounding
 from echelon.update.precision.optimizer_call import HostCall
 from echelon.update.precision.rounding import ElementRuns, round_stochastically, runs_of, whole_run
 from tests.peak_memory import PeakMemory
@@ -248,17 +248,24 @@ def test_only_a_portion_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_portions_are_as_large_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (2, 2, 1, 9, 1, 3)]
+    shapes = [torch.ones(size) for size in (2, 2, 1, 9, 1, 3)]
+    stepper = make_stepper(partial(torch.optim.SGD, lr=1.0), shapes)
+    seen: list[list[int]] = []
+    monkeypatch.setattr(stepper, "_step", lambda weights, *_: seen.append([each.numel() for each in weights]))
 
     def sizes(limit: int) -> list[list[int]]:
         monkeypatch.setattr(rounding, "_PORTION", limit)
-        return [[each.numel() for each in portion] for portion in rounding._portions(weights)]
+        seen.clear()
+        for each in stepper._local:
+            each.tensor.grad = torch.ones(each.tensor.shape)
+        stepper.step(1.0)
+        return list(seen)
 
     assert rounding._PORTION == 2**26
     assert sizes(4 * 4) == [[2, 2], [1], [9], [1, 3]], "exactly the limit fits"
     assert sizes(4 * 4 - 1) == [[2], [2, 1], [9], [1], [3]]
     assert sizes(1000) == [[2, 2, 1, 9, 1, 3]]
-    assert list(rounding._portions([])) == []
+    assert list(flat_memory.portions([], [], 1)) == []
 
 
 def test_of_a_unit_no_other_weight_is_updated_and_copies_take_no_memory_between() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.state.ownership import MASTER, LocalParameter
 from echelon.update.optim import CombinedOptimizer
-from echelon.update.precision import DirectStepper, MasterStepper, stepper
+from echelon.update.precision import DirectStepper, MasterStepper, flat_memory, stepper
 from echelon.update.precision.optimizer_call import DeviceCall, HostCall
 from tests.peak_memory import PeakMemory
 from tests.update.precision.adam_on_cpu import adam_on_cpu
@@ -411,8 +411,8 @@ OPTIONS: list[dict[str, bool]] = [{}, {"deferred": False}, {"deferred": True}]
 
 
 def test_masters_share_memory_by_place_and_take_none_before() -> None:
-    assert stepper.without_memory(torch.ones(3, 4, dtype=torch.bfloat16)).untyped_storage().nbytes() == 4
-    assert stepper.without_memory(torch.ones(3, 4)).shape == (3, 4)
+    assert flat_memory.without_memory(torch.ones(3, 4, dtype=torch.bfloat16)).untyped_storage().nbytes() == 4
+    assert flat_memory.without_memory(torch.ones(3, 4)).shape == (3, 4)
 
 
 def test_what_somebody_watches_takes_neither_portions_nor_units() -> None:

@@ -1,10 +1,34 @@
-"""What this machine can do for training, and which problems it has: `examine`, then `render`.
+"""echelon doctor: what this machine can do for training, what is missing, and what that costs.
 
-Importing this package needs neither torch nor rich; each probe imports what it needs.
+Importing this package imports no probe; each probe imports what it needs.
 """
 
-from echelon.cli.doctor.examine import examine
-from echelon.cli.doctor.render import render
-from echelon.cli.doctor.report import Finding, Report, Section, Status
+from typing import TYPE_CHECKING
 
-__all__ = ["Finding", "Report", "Section", "Status", "examine", "render"]
+from echelon.cli.options import Json, console, print_json
+
+if TYPE_CHECKING:
+    from echelon.cli.doctor.report import Report
+
+
+def doctor(as_json: Json = False) -> None:
+    """What this machine can do, what is missing, and what that costs."""
+    from echelon.cli.doctor.report import render
+
+    screen = console(as_json)
+    with screen.status("measuring …"):
+        report = examine()
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        screen.print(render(report))
+
+
+def examine() -> "Report":
+    """Examine this machine; takes a few seconds, most of them for measuring."""
+    from echelon.cli.doctor.machine import examine_devices, examine_extras, examine_machine, examine_versions
+    from echelon.cli.doctor.report import Report
+    from echelon.cli.doctor.speed import examine_speed
+
+    sections = examine_versions, examine_machine, examine_devices, examine_speed, examine_extras
+    return Report(tuple(examine_section() for examine_section in sections))

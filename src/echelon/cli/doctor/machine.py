@@ -1,16 +1,28 @@
-"""Findings about this machine: processor, memory, disk, limits, CUDA devices, backends of torch."""
+"""Findings about this machine: packages, processor, memory, disk, limits, CUDA devices, backends of torch."""
 
+import platform
+import re
 import resource
 import shutil
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
+import echelon
 from echelon import hardware
-from echelon.cli.doctor.report import Finding, Section, section
+from echelon.cli.doctor.report import Finding, Section, Status, section
 from echelon.quantities import GIB, show_bytes
 
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)  # that echelon is tested with
+_TESTED = "tested with: 2.11 to 2.13"
+_TORCH_ADVICE = f'required: pip install "torch>=2.11" ({_TESTED})'
+_OLDEST_PYTHON = (3, 11)
 _MIN_OPEN_FILES = 1024
 _SHARED_MEMORY = Path("/dev/shm")
+
+# What echelon depends on, in the order of pyproject.toml, without torch, whose version is judged too.
+REQUIRED = ("numpy", "safetensors", "typer", "rich", "pydantic", "pillow", "xxhash")
 
 
 def examine_machine() -> Section:
@@ -31,51 +43,45 @@ def examine_devices() -> Section:
     return section("Devices", {"cuda": _cuda, "backends": _backends, "launch": _launch_backend})
 
 
+def _judge(name: str, value: str, number: int, is_enough: bool, remark: str) -> Finding:
+    """Make a finding, with a remark if there is not enough of it."""
+    return Finding(name, value, "ok" if is_enough else "warn", "" if is_enough else remark, number)
+
+
 def judge_cores(cores: int) -> Finding:
-    if cores >= 2:
-        return Finding("cores", str(cores), number=cores)
     remark = "ranks take turns on one core: results are right, but parallelism brings no speed"
-    return Finding("cores", str(cores), "warn", remark, cores)
+    return _judge("cores", str(cores), cores, cores >= 2, remark)
 
 
 def judge_memory(total: int, available: int | None) -> Finding:
     if available is None:
         return Finding("memory", show_bytes(total), number=total)
     value = f"{show_bytes(total)}, of which {show_bytes(available)} free"
-    if available >= GIB:
-        return Finding("memory", value, number=total)
     remark = "a rank takes about 0.2 GiB before it holds a model: close other programs, or launch few ranks"
-    return Finding("memory", value, "warn", remark, total)
+    return _judge("memory", value, total, available >= GIB, remark)
 
 
 def judge_shared_memory(size: int | None) -> Finding:
     name = f"shared memory ({_SHARED_MEMORY})"
     if size is None:
         return Finding(name, "none", "note", "data workers and NCCL use it if it exists")
-    if size >= GIB:
-        return Finding(name, show_bytes(size), number=size)
     remark = (
         "data workers and NCCL pass tensors through it and die with a bus error when it is full; "
         "in Docker: --shm-size=8g"
     )
-    return Finding(name, show_bytes(size), "warn", remark, size)
+    return _judge(name, show_bytes(size), size, size >= GIB, remark)
 
 
 def judge_disk(free: int) -> Finding:
-    value = f"{show_bytes(free)} free"
-    if free >= GIB:
-        return Finding("disk of this folder", value, number=free)
     remark = "a trained model may not fit; make room, or run in a folder on another disk"
-    return Finding("disk of this folder", value, "warn", remark, free)
+    return _judge("disk of this folder", f"{show_bytes(free)} free", free, free >= GIB, remark)
 
 
 def judge_open_files(limit: int) -> Finding:
     if limit == resource.RLIM_INFINITY:
         return Finding("open files", "no limit")
-    if limit >= _MIN_OPEN_FILES:
-        return Finding("open files", f"at most {limit}", number=limit)
     remark = f"ranks, pipes and data workers take many; in this shell: ulimit -n {4 * _MIN_OPEN_FILES}"
-    return Finding("open files", f"at most {limit}", "warn", remark, limit)
+    return _judge("open files", f"at most {limit}", limit, limit >= _MIN_OPEN_FILES, remark)
 
 
 def _shared_memory_bytes() -> int | None:
@@ -126,3 +132,76 @@ def _launch_backend() -> list[Finding]:
     from echelon.launching.group import launch_backend
 
     return [Finding("launch of 2 ranks uses", launch_backend(2))]
+
+
+class Extra(NamedTuple):
+    """An optional package: what is lost without it, and how to install it."""
+
+    name: str
+    cost: str
+    install: str
+
+
+EXTRAS = (
+    Extra("transformers", "models of transformers cannot be trained as they are", '"echelon[hf]"'),
+    Extra("tensorboard", "no logs for TensorBoard", '"echelon[tensorboard]"'),
+)
+
+
+def examine_versions() -> Section:
+    return section(
+        "Versions",
+        {
+            "echelon": lambda: [Finding("echelon", echelon.__version__)],
+            "python": lambda: [judge_python(platform.python_version())],
+            "torch": lambda: [judge_torch(installed("torch"))],
+            "packages": lambda: [
+                _judge_package(name, "warn", f"required: pip install {name}") for name in REQUIRED
+            ],
+        },
+    )
+
+
+def examine_extras() -> Section:
+    return section(
+        "Optional packages",
+        {
+            "extras": lambda: [
+                _judge_package(extra.name, "note", f"{extra.cost}: pip install {extra.install}")
+                for extra in EXTRAS
+            ]
+        },
+    )
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a package, without importing it; None if it is missing."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def judge_python(installed_version: str) -> Finding:
+    if _numbers(installed_version) >= _OLDEST_PYTHON:
+        return Finding("Python", installed_version)
+    return Finding("Python", installed_version, "warn", "echelon needs Python 3.11 or later")
+
+
+def judge_torch(installed_version: str | None) -> Finding:
+    if installed_version is None or _numbers(installed_version) < _OLDEST_TORCH:
+        return Finding("torch", installed_version or "missing", "warn", _TORCH_ADVICE)
+    if _numbers(installed_version)[:2] <= _NEWEST_TORCH:
+        return Finding("torch", installed_version)
+    return Finding("torch", installed_version, "note", f"newer than echelon was {_TESTED}")
+
+
+def _judge_package(name: str, status_if_missing: Status, remark: str) -> Finding:
+    found = installed(name)
+    return Finding(name, "missing", status_if_missing, remark) if found is None else Finding(name, found)
+
+
+def _numbers(installed_version: str) -> tuple[int, ...]:
+    """(2, 13, 0) of '2.13.0+cpu' and of '2.13.0rc1'."""
+    leading = re.match(r"\d+(\.\d+)*", installed_version)
+    return tuple(int(part) for part in leading.group().split(".")) if leading else ()

@@ -1,11 +1,17 @@
-"""The doctor's findings, as plain data. The other modules make them, `render` shows them."""
+"""The doctor's findings as plain data, and as a table for a terminal. Only `render` imports rich."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Status = Literal["ok", "note", "warn"]
+Probe = Callable[[], Iterable["Finding"]]
+
+_MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "cyan"), "warn": ("!", "yellow")}
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,8 @@ class Report:
         return [finding for finding in self.findings if finding.status == "warn"]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain data, for JSON."""
         return {"warnings": len(self.warnings), **dataclasses.asdict(self)}
-
-
-Probe = Callable[[], Iterable[Finding]]
 
 
 def section(title: str, probes: dict[str, Probe]) -> Section:
@@ -62,3 +65,27 @@ def section(title: str, probes: dict[str, Probe]) -> Section:
             reason = f"could not be found out: {type(error).__name__}: {error}"
             findings.append(Finding(name, "unknown", "note", reason))
     return Section(title, tuple(findings))
+
+
+def render(report: Report) -> "RenderableType":
+    """Make a row per finding under the titles of the sections, and a line with the number of warnings."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for section in report.sections:
+        table.add_row("", Text(section.title, "bold"))
+        for finding in section.findings:
+            # Text, not str: a value may look like markup.
+            mark, remark = Text(*_MARKS[finding.status]), Text(finding.remark, "dim")
+            table.add_row(mark, Text(finding.name), Text(finding.value), remark)
+        table.add_row()
+    return Group(table, Text(*_last_line(len(report.warnings))))
+
+
+def _last_line(warnings: int) -> tuple[str, str]:
+    if warnings == 0:
+        return "No problems found.", "green"
+    count = "1 warning" if warnings == 1 else f"{warnings} warnings"
+    return f"{count}: see the lines with !", "yellow"

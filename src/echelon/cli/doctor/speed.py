@@ -5,6 +5,7 @@ makes reliable comparisons.
 """
 
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -21,8 +22,8 @@ _LARGE, _SMALL = 16 * MIB, 8
 _DEADLINE = 20.0  # for ranks that hang on a broken machine
 
 
-class Trip(NamedTuple):
-    """Seconds of an all-reduce on two ranks."""
+class AllReduceSeconds(NamedTuple):
+    """Seconds of an all-reduce of a large and of a small buffer, on two ranks."""
 
     large: float
     small: float
@@ -60,31 +61,35 @@ def _matrix_multiply() -> Finding:
 
 def _two_ranks() -> list[Finding]:
     try:
-        first, trip = _start_and_run()
+        first, all_reduce = _start_and_run()
         again, _ = _start_and_run()
     except (RankFailed, UserError, OSError) as error:
         reason = str(error).splitlines()[0]
         remark = f"only plans of one rank run: {reason}"
         return [Finding("launch of 2 ranks", "fails", "warn", remark)]
-    rate = _LARGE / trip.large  # two ranks send 2(N−1)/N = 1 buffer each
-    large = f"{show_rate(rate)} ({show_bytes(_LARGE)} in {show_seconds(trip.large)})"
+    rate = _LARGE / all_reduce.large  # two ranks send 2(N−1)/N = 1 buffer each
+    large = f"{show_rate(rate)} ({show_bytes(_LARGE)} in {show_seconds(all_reduce.large)})"
     return [
         Finding("launch of 2 ranks", f"{show_seconds(again)} (first: {show_seconds(first)})", number=again),
         Finding("all-reduce, 2 ranks, gloo", large, number=rate),
-        Finding("all-reduce latency", f"{show_seconds(trip.small)} ({_SMALL} bytes)", number=trip.small),
+        Finding(
+            "all-reduce latency",
+            f"{show_seconds(all_reduce.small)} ({_SMALL} bytes)",
+            number=all_reduce.small,
+        ),
     ]
 
 
-def _start_and_run() -> tuple[float, Trip]:
-    """Seconds until two ranks had started, and what they measured."""
+def _start_and_run() -> tuple[float, AllReduceSeconds]:
+    """Return the seconds until two ranks had started, and what they measured."""
     start = time.perf_counter()
     with Ranks(2, backend="gloo", deadline=_DEADLINE) as ranks:
         seconds = time.perf_counter() - start
         return seconds, ranks.run(time_all_reduce)[0]
 
 
-def time_all_reduce() -> Trip:
-    """Runs in both ranks."""
+def time_all_reduce() -> AllReduceSeconds:
+    """Measure, in both ranks."""
     import torch
     import torch.distributed as dist
 
@@ -93,7 +98,7 @@ def time_all_reduce() -> Trip:
     assert dist.group.WORLD is not None
     group = TorchGroup("data", dist.group.WORLD, Ledger())
     large, small = torch.zeros(_LARGE // 4), torch.zeros(_SMALL // 4)
-    return Trip(
+    return AllReduceSeconds(
         _median_seconds(lambda: group.all_reduce(large), tries=7),
         _median_seconds(lambda: group.all_reduce(small), tries=50),
     )
@@ -101,18 +106,12 @@ def time_all_reduce() -> Trip:
 
 def _median_seconds(fn: Callable[[], object], tries: int) -> float:
     fn()  # the first call pays for memory and connections
-    return median(_seconds(fn) for _ in range(tries))
-
-
-def _seconds(fn: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    fn()
-    return time.perf_counter() - start
+    return median(timeit.repeat(fn, number=1, repeat=tries))
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread, as in a launched rank."""
+    """Compute in one thread, as a launched rank does."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """The samples that an audit compares: few, as different as the batch has them, cut as the plan cuts batches.
 
-One device sees each of them once. The plan sees them as often as it has replicas and microbatches, in turn:
-the mean over repeated samples is the mean over the samples, if every one is repeated as often.
+One device sees each of them once. The plan sees them as often as it has replicas and microbatches, one after
+the other: the mean over repeated samples is the mean over the samples, if every one is repeated as often.
 
     data=4 microbatches=2, samples a to d        replica 0   replica 1   replica 2   replica 3
     one device: a b c d                          a | b       c | d       a | b       c | d
@@ -52,15 +52,15 @@ class AuditBatch(NamedTuple):
 def choose_samples(
     batch: GivenBatch,
     traits: Tensor | None,
-    known: int,
+    new: Tensor | None,
     source: int,
     mesh: Mesh,
     agreement: RankAgreement,
     *,
     is_small: bool = True,
 ) -> AuditBatch | None:
-    """The samples of an audit, on all ranks together; None where a replica has none. `source` is the replica
-    that gives them, if it has enough; `known`: traits that were compared already. `is_small`: parts are
+    """Choose the samples of an audit, on all ranks together; None where a replica has none. `source` is the
+    replica that gives them, if it has enough; `new`: traits that were not compared yet. `is_small`: parts are
     smaller than microbatches."""
     plan, samples = mesh.plan, num_samples(batch.pair)
     (least,) = agreement.least(samples)
@@ -74,13 +74,13 @@ def choose_samples(
     per_part = min(_PER_PART, per_part) if is_small else per_part
     share = period * per_part
     if is_alone:
-        replicas, wholes = 1, [_choose(batch, traits, share, known)]
+        replicas, wholes = 1, [_choose(batch, traits, new, share)]
     elif least >= replicas * share:
-        wholes = [_send(_choose(batch, traits, replicas * share, known), source, mesh, agreement)]
+        wholes = [_send(_choose(batch, traits, new, replicas * share), source, mesh, agreement)]
     else:
-        own = _choose(batch, traits, share, known)
+        own = _choose(batch, traits, new, share)
         wholes = [_send(own, replica, mesh, agreement) for replica in range(replicas)]
-        if len({_form(each) for each in wholes}) > 1:  # nobody can put them into one batch
+        if len({_form(each) for each in wholes}) > 1:  # they cannot be one batch
             replicas, wholes = 1, wholes[:1]
     whole = wholes[0] if len(wholes) == 1 else tree_map(_joined, *wholes)
     first = 0 if is_alone else mesh.position.replica % replicas * share
@@ -95,13 +95,15 @@ def smallest_factor(number: int) -> int:
 
 
 def take(batch: Any, numbers: Sequence[int]) -> Any:
-    """These samples of a batch; copies."""
+    """Copy these samples of a batch."""
     index = torch.tensor(numbers)
     return tree_map(lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _choose(batch: GivenBatch, traits: Tensor | None, count: int, known: int) -> Any:
-    return take(batch.given, most_different(batch.pair, traits, count, known))
+def _choose(batch: GivenBatch, traits: Tensor | None, new: Tensor | None, count: int) -> Any:
+    if traits is None or new is None:
+        return take(batch.given, range(min(count, num_samples(batch.pair))))
+    return take(batch.given, most_different(traits, new, count))
 
 
 def _joined(first: Any, *others: Any) -> Any:
@@ -117,7 +119,7 @@ def _form(batch: Any) -> str:
 
 
 def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any:
-    """The samples of a replica, on every rank. What is no tensor stays this rank's own."""
+    """Send the samples of a replica to every rank. What is no tensor stays this rank's own."""
     leaves, tree = tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     forms = agreement.gather(
@@ -142,113 +144,73 @@ def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any
 # Traits of samples: what may change how a loss or a forward treats them. A loss that is a mean over what it
 # counts (padding left out, classes weighted) adds up over parts of a batch as long as all samples are alike.
 # So the audit takes samples that are as different as the batch has them, and compares again at the first
-# batch that shows a trait which no audited batch has shown. A trait is a bit:
+# batch that shows a trait which no audited batch has shown. A trait is a column:
 #
-#     0 … 39    an integer target whose remainder by 40 this is: rare classes are new for some time
-#     40 … 47   zero (False), a negative number, NaN; other numbers of these than the first sample has; a
-#               number that is at least as large as the second dim of an input (a position past the end)
+#     0 … 39     integer targets with this remainder by 40: rare classes are new for some time
+#     40 … 42    zeros (False), negative numbers, NaNs
+#     43         targets at least as large as the second dim of an input: positions past the end
+#     44 … 46    whether there are other amounts of 40 … 42 than in the first sample
 #
 # Targets count, and integer and bool inputs (masks). Everything stays on the device of the tensors.
 
-_CLASSES = 40
-_FLAGS = 0b111111 << _CLASSES
+_CLASSES, NUM_TRAITS = 40, 47
+_ZEROS, _NEGATIVES, _NANS, _PAST_END = range(_CLASSES, 44)
+_FLAGS, _OTHER_AMOUNTS = slice(_ZEROS, _PAST_END), slice(44, NUM_TRAITS)
 _LARGEST = 2**24  # elements of a tensor: a larger one is no target of a loss that counts
 
 
+@torch.no_grad()
 def sample_traits(batch: Any) -> Tensor | None:
-    """The traits of each sample, [samples] of int64; None where there is no tensor that counts."""
+    """Count the traits of each sample, [samples, traits]; None where no tensor counts."""
     inputs, targets = batch
     wide = max((leaf.shape[1] for leaf in _tensors(inputs) if leaf.dim() > 1), default=None)
-    rows = [_traits(leaf, wide, is_target=True) for leaf in _tensors(targets)]
-    rows += [_traits(leaf, None, is_target=False) for leaf in _tensors(inputs) if not _is_real(leaf)]
-    rows = [row.to(rows[0].device, non_blocking=True) for row in rows]
-    if not rows:
+    counts = [_count_traits(leaf, wide, is_target=True) for leaf in _tensors(targets)]
+    counts += [_count_traits(leaf, None, is_target=False) for leaf in _tensors(inputs) if not _is_real(leaf)]
+    if not counts:
         return None
-    traits = rows[0]
-    for row in rows[1:]:
-        traits = traits | row
-    return traits
+    return torch.stack([each.to(counts[0].device, non_blocking=True) for each in counts]).sum(0)
 
 
-def union(traits: Tensor) -> Tensor:
-    """The bits that any sample has."""
-    if not len(traits):
-        return traits.new_zeros(())
-    bits = torch.arange(_CLASSES + 8, device=traits.device)
-    return (((traits[:, None] >> bits) & 1).amax(0) << bits).sum()
+def shown_traits(traits: Tensor) -> Tensor:
+    """Return which traits any sample has, [traits]."""
+    return (traits > 0).any(0)
 
 
-def most_different(batch: Any, traits: Tensor | None, count: int, known: int = 0) -> list[int]:
-    """`count` samples, in the order of how much they have of traits that are not `known`, or of zeros,
-    negative numbers and NaNs: the first and the last. Parts of them have different amounts."""
-    if traits is None:
-        return list(range(min(count, num_samples(batch))))
-    rows: list[int] = traits.tolist()
-    new = int(union(traits)) & ~known
-    amounts = _amounts(batch, new or _FLAGS)
+def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:
+    """Choose `count` samples, the first and the last in the order of how much they have of `new` traits, or
+    else of zeros, negative numbers and NaNs: parts of them have different amounts. Among those of one amount
+    samples with the same traits are next to each other."""
+    wanted = new.clone()
+    if not new.any():
+        wanted[_FLAGS] = True
+    wanted[_FLAGS] |= wanted[_OTHER_AMOUNTS]
+    wanted[_OTHER_AMOUNTS] = False
+    amounts, rows = traits[:, wanted].sum(1).tolist(), (traits > 0).flip(1).tolist()
+    has_new: list[bool] = (traits[:, new] > 0).any(1).tolist()
     ordered = sorted(range(len(rows)), key=lambda number: (amounts[number], rows[number]))
-    most = [number for number in reversed(ordered) if rows[number] & new][: -(-count // 2)]
+    most = [number for number in reversed(ordered) if has_new[number]][: -(-count // 2)]
     left = [number for number in ordered if number not in most]
     chosen = most + left[: max(0, count - len(most))]
     return [number for number in ordered if number in chosen]
 
 
-@torch.no_grad()
-def _amounts(batch: Any, wanted: int) -> list[int]:
-    """How many numbers of each sample have one of the `wanted` traits."""
-    inputs, targets = batch
-    leaves = [*_tensors(targets), *(leaf for leaf in _tensors(inputs) if not _is_real(leaf))]
-    amounts = [0] * num_samples(batch)
-    for leaf in leaves:
-        if not _is_seen(leaf):
-            continue
-        values = leaf.reshape(len(leaf), -1)
-        counts = sum(
-            flag.sum(1) for place, flag in enumerate(_flags(values)) if wanted >> (_CLASSES + 2 * place) & 3
-        )
-        if _has_classes(values):
-            table = torch.tensor([wanted >> bucket & 1 for bucket in range(_CLASSES)], device=leaf.device)
-            counts = counts + table[values.long() % _CLASSES].sum(1)
-        if isinstance(counts, Tensor):
-            amounts = [one + other for one, other in zip(amounts, counts.tolist(), strict=True)]
-    return amounts
-
-
-@torch.no_grad()
-def _traits(leaf: Tensor, wide: int | None, *, is_target: bool) -> Tensor:
-    traits = torch.zeros(len(leaf), dtype=torch.int64, device=leaf.device)
-    if not _is_seen(leaf):
-        return traits
+def _count_traits(leaf: Tensor, wide: int | None, *, is_target: bool) -> Tensor:
+    counts = torch.zeros(len(leaf), NUM_TRAITS, dtype=torch.int64, device=leaf.device)
+    if not 0 < leaf.numel() <= _LARGEST or leaf.is_complex() or leaf.layout != torch.strided:
+        return counts
     values = leaf.reshape(len(leaf), -1)
-    for place, flag in enumerate(_flags(values)):
-        counts = flag.sum(1)
-        traits |= (counts > 0).long() << (_CLASSES + 2 * place)
-        traits |= (counts != counts[0]).long() << (_CLASSES + 2 * place + 1)
-    if is_target and _has_classes(values):
-        present = torch.zeros(len(leaf), _CLASSES, dtype=torch.int64, device=leaf.device)
-        present.scatter_(1, values.long() % _CLASSES, 1)
-        traits |= (present << torch.arange(_CLASSES, device=leaf.device)).sum(1)
-        if wide is not None and values.shape[1] < wide:
-            traits |= (values >= wide).any(1).long() << (_CLASSES + 7)
-    return traits
-
-
-def _flags(values: Tensor) -> list[Tensor]:
-    """Which numbers are zero, negative, not a number."""
-    flags = [values == 0]
+    counts[:, _ZEROS] = (values == 0).sum(1)
     if values.dtype != torch.bool:
-        flags.append(values < 0)
+        counts[:, _NEGATIVES] = (values < 0).sum(1)
     if values.is_floating_point():
-        flags.append(values.isnan())
-    return flags
-
-
-def _has_classes(values: Tensor) -> bool:
-    return not values.is_floating_point() and values.dtype != torch.bool
-
-
-def _is_seen(leaf: Tensor) -> bool:
-    return 0 < leaf.numel() <= _LARGEST and not leaf.is_complex() and leaf.layout == torch.strided
+        counts[:, _NANS] = values.isnan().sum(1)
+    counts[:, _OTHER_AMOUNTS] = counts[:, _FLAGS] != counts[0, _FLAGS]
+    if is_target and not values.is_floating_point() and values.dtype != torch.bool:
+        values = values.long()
+        counts.scatter_add_(1, values % _CLASSES, torch.ones_like(values))
+        if wide is not None and values.shape[1] < wide:
+            counts[:, _PAST_END] = (values >= wide).sum(1)
+    return counts
 
 
 def _is_real(leaf: Tensor) -> bool:

@@ -9,30 +9,28 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode, held
-from echelon.engine.audit.audit_batch import GivenBatch, sample_traits, union
+from echelon.engine.audit.audit_batch import NUM_TRAITS, GivenBatch, sample_traits, shown_traits
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.side_effects import WeightChanges, frees_weights, keeps_changes, restored_weights
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor import split_loss
-from echelon.plan import Plan
 from echelon.state.ownership import OwnedSlice, StateNames
 from echelon.update.numbers import HostCopy
 
@@ -41,7 +39,7 @@ _NAMED = 5  # weights that are not finite
 
 
 class AuditSettings(NamedTuple):
-    """What `parallelize` was told, and the model as it was before it was split."""
+    """Settings of the audit, and the model as it was before it was split."""
 
     mode: Mode
     check_every: int
@@ -72,26 +70,25 @@ class Audit:
         self,
         mode: Mode,
         gradients: GradientAudit | None,
-        weights: Callable[[], list[AuditResult]],
+        check_weights: Callable[[], AuditResult],
         agreement: RankAgreement,
-        around: Callable[[], AbstractContextManager[None]],
         *,
         watches: bool,
     ) -> None:
-        """`around`: what is watched while the model runs. `watches`: whether the traits of batches count."""
-        self._mode, self._gradients, self._weights = mode, gradients, weights
-        self._agreement, self._around = agreement, around
+        """`check_weights`: the entry that is asked once. `watches`: whether the traits of batches count."""
+        self._mode, self._gradients, self._check_weights = mode, gradients, check_weights
+        self._agreement = agreement
         self._watches = watches and mode == "sampled" and gradients is not None
         self._num_steps = self._num_skipped = 0
         self._next = 1 if gradients is not None else 0  # the next step that is due, of this engine's
-        self._known = 0  # traits of audited batches
+        self._known = torch.zeros(NUM_TRAITS, dtype=torch.bool)  # traits of audited batches
         self._unread: _Unread | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self.results: list[AuditResult] = []
 
     @property
     def is_on(self) -> bool:
-        """Whether steps may be audited, from the next one on."""
+        """Return whether steps may be audited, from the next one on."""
         return self._next > 0 or self._watches
 
     def ask(self, batch: GivenBatch, step: int, *, is_empty: bool, refusal: UserError | None = None) -> None:
@@ -120,14 +117,18 @@ class Audit:
             self._next = 2 ** self._num_steps.bit_length() if self._mode == "sampled" else 0
 
     def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor) -> bool:
-        """Whether any replica's batch has a trait that was not compared yet. On a device the next step tells:
-        to read there is to wait."""
-        flag = ((union(traits) & ~self._known) != 0).long().view(1)
+        """Return whether any replica's batch has a trait that was not compared yet. On a device the next step
+        tells: to read there is to wait."""
+        flag = self._new(traits).any().long().view(1)
         self._unread = _Unread(batch, step, traits, HostCopy(self._agreement.largest(flag)))
         if self._agreement.is_late:
             return False
         unread, self._unread = self._unread, None
         return unread.is_new.wait()[0] > 0
+
+    def _new(self, traits: Tensor) -> Tensor:
+        self._known = self._known.to(traits.device)  # in the first step; then it is there
+        return shown_traits(traits) & ~self._known
 
     def _ask_late(self) -> None:
         unread, self._unread = self._unread, None
@@ -136,24 +137,24 @@ class Audit:
 
     def _compare(self, batch: GivenBatch, step: int, traits: Tensor | None) -> None:
         assert self._gradients is not None
-        known, source = self._known, 0
+        new, source = None, 0
         if traits is not None:
-            mine = int(union(traits))
-            rows = self._agreement.gather([mine & ~known, mine, self._gradients.replica])
-            source = next((replica for new, _, replica in rows if new), 0)
-            for _, traits_of_rank, _ in rows:
-                self._known |= traits_of_rank
-        with self._around():
-            if not self.results:
-                self.results = self._weights()
-            result = self._gradients(batch, step, traits=traits, known=known, source=source)
-        self._say(result)
+            shown, new = shown_traits(traits), self._new(traits)
+            own = [bool(new.any()), shown.nonzero().flatten().tolist(), self._gradients.replica]
+            rows = self._agreement.gather(own)
+            source = next((replica for has_new, _, replica in rows if has_new), 0)
+            for _, numbers, _ in rows:
+                self._known[numbers] = True
+        if not self.results:
+            self.results = [self._check_weights()]
+        result = self._gradients(batch, step, traits=traits, new=new, source=source)
+        self._warn(result)
         self.results[1:] = [result]
 
-    def _say(self, result: AuditResult) -> None:
-        """Once, on rank 0: what could not be compared."""
-        if result.outcome == "skipped" and result.is_final and result.reason not in self._said:
-            self._said.add(result.reason)
+    def _warn(self, result: AuditResult) -> None:
+        """Say once, on rank 0, why nothing could be compared."""
+        if result.outcome == "skipped" and result.is_final and result.reason not in self._warned:
+            self._warned.add(result.reason)
             if self._agreement.rank == 0:
                 warnings.warn(
                     f"the audit of gradients was skipped: {result.reason}; nothing shows that this plan "
@@ -162,7 +163,8 @@ class Audit:
                 )
 
     def late_error(self) -> UserError | None:
-        """What was not yet known of the last batch; all ranks ask together. Waits for the device."""
+        """Return the error of the last batch that is still on its way; all ranks ask together. Waits for the
+        device."""
         try:
             self._ask_late()
         except UserError as error:
@@ -173,61 +175,35 @@ class Audit:
 def make_audit(
     settings: AuditSettings, state: EngineState, runner: StepRunner, scopes: Scopes, layers: LayerSharding
 ) -> Audit:
-    """The audit of a plan; its model is split and wrapped by now."""
+    """Make the audit of a plan, whose model is split and wrapped by now."""
     mesh, local, plan = state.mesh, state.local, state.mesh.plan
-    # Asynchronous workers wait for nobody.
+    # Asynchronous workers do not wait for each other.
     group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
     agreement = RankAgreement(group, mesh.device)
+    trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
+    check_weights = partial(check_finite_weights, local.owned_weights, trained, agreement)
     if settings.form is None:
-        return Audit("off", None, list, agreement, nullcontext, watches=False)
+        return Audit("off", None, check_weights, agreement, watches=False)
     settings.form.settle()
     dtype = DTYPES[plan.precision]
     reference = Reference(state.module, settings.form, layers.whole_loss, scopes, mesh.device, dtype)
-    trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
+    gradients = GradientAudit(state, runner, scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
-    return Audit(
-        settings.mode,
-        GradientAudit(state, runner, scopes, reference, agreement),
-        lambda: [check_finite_weights(local.owned_weights(), trained, agreement)],
-        agreement,
-        lambda: _unchanged_weights(local, plan, agreement),
-        watches=is_cut,
-    )
-
-
-@contextmanager
-def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement) -> Iterator[None]:
-    """Raise, on every rank, if an audit has changed weights: the first step would not find out any more.
-    Where a forward may change them, they are put back. With zero=3, whoever frees a weight looks."""
-    if keeps_changes(plan) and not frees_weights(plan):
-        with restored_weights(local.modules):
-            yield
-        return
-    # A rehearsal of units that are updated in the backward pass marks their weights as changed.
-    is_checked = not frees_weights(plan) and plan.update == "step"
-    changes = [WeightChanges(module, plan) for module in local.modules] if is_checked else []
-    before = [change.states() for change in changes]
-    yield
-
-    def check() -> None:
-        for change, states in zip(changes, before, strict=True):
-            change.check(states)
-
-    agreement.check(check)
+    return Audit(settings.mode, gradients, check_weights, agreement, watches=is_cut)
 
 
 def check_finite_weights(
-    owned: Iterable[OwnedSlice], trained: frozenset[str], agreement: RankAgreement
+    owned: Callable[[], Iterable[OwnedSlice]], trained: frozenset[str], agreement: RankAgreement
 ) -> AuditResult:
-    """An entry of the audit: weights that are NaN or infinite are named before the training begins. `owned`:
-    what this rank holds of each weight; `trained`: those that learn."""
-    names = list(dict.fromkeys(piece.slice.name for piece in owned if _is_wrong(piece, trained)))
+    """Refuse, on every rank, weights that are NaN or infinite before the training begins. `owned`: what this
+    rank holds of each weight; `trained`: those that learn."""
+    names = list(dict.fromkeys(piece.slice.name for piece in owned() if _is_wrong(piece, trained)))
     agreement.check(lambda: _refuse(names, agreement.rank))
     return held("finite weights")
 
 
 def _is_wrong(piece: OwnedSlice, trained: frozenset[str]) -> bool:
-    """Whether it holds something that is no number; a frozen one may be infinite, as masks are."""
+    """Return whether it holds something that is no number; a frozen one may be infinite, as masks are."""
     tensor = piece.tensor.detach()
     wrong = ~tensor.isfinite() if piece.slice.name in trained else tensor.isnan()
     return bool(wrong.any())

@@ -24,7 +24,7 @@ _NAMED = 3
 def explain(
     found: Sequence[Difference], run: Run, whole: Result, samples: AuditBatch, device: OneDevice, plan: Plan
 ) -> str:
-    """An error for the user, which rank 0 knows. `found`: the parameters whose gradients differ by more than
+    """Write the error for the user, on rank 0. `found`: the parameters whose gradients differ by more than
     rounding; `whole`: of `run`."""
     head = (
         f"plan '{plan}': step {run.step + 1} would not train as on one device. For {samples.bounds[-1][1]} "

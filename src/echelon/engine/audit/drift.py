@@ -44,7 +44,7 @@ _TIED = "stages update their copies of a tied weight by the same sums: something
 
 
 class Copies(NamedTuple):
-    """What the ranks of `group` hold alike, in one order; `cause`: what a difference comes from.
+    """Tensors that the ranks of `group` hold alike, in one order; `cause`: what a difference comes from.
 
     `exact`: in every bit. Gradients that are computed twice on a CUDA device may differ by rounding, where
     threads add in any order.
@@ -117,7 +117,7 @@ class DriftCheck:
         return _Compared(copies, [name for name, _ in named], differs, ranks)
 
     def error(self, *, before: int) -> UserError | None:
-        """What the last comparison has found, once, if it was of a step `before` this one; all ranks ask
+        """Return what the last comparison has found, once, if its step was `before` this one; all ranks ask
         together. Waits for the device."""
         found, compared = self._found, self._compared
         if found is None or self._step >= before:
@@ -144,14 +144,14 @@ class DriftCheck:
 
 
 def make_drift_check(local: LocalStages, layers: LayerSharding, mesh: Mesh, check_every: int) -> DriftCheck:
-    """The check for drift, as a plan has it."""
+    """Make the check of a plan."""
     sharded = layers.sharded
     whole = [] if sharded is None else [*sharded.partial, *sharded.replicated]
     return DriftCheck(find_copies(local, whole, mesh), mesh, check_every)
 
 
 def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh) -> list[Copies]:
-    """What this rank holds a copy of. `whole`: the parameters that each rank along `tensor` has all of."""
+    """List what this rank holds a copy of. `whole`: parameters of which each rank along `tensor` has all."""
     if mesh.plan.sync == "async":
         return []  # workers update at times of their own
     sharings = local.sharings
@@ -163,7 +163,7 @@ def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh)
 
 
 def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:
-    """What this rank updates of each trained parameter: all of it, or its part."""
+    """List what this rank updates of each trained parameter: all of it, or its part."""
     sharing.wait_for_weights(sharing.local_parameters())
     if isinstance(sharing, Zero):
         return [
@@ -173,7 +173,7 @@ def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:
 
 
 def _copies_of(sharing: Sharing) -> Group:
-    """The ranks that hold what this one holds."""
+    """Return the ranks that hold what this one holds."""
     return (
         sharing.parameter_set.shard_groups.copies
         if isinstance(sharing, Zero)
@@ -195,7 +195,7 @@ def _buffers(modules: Sequence[nn.Module]) -> Named:
 
 
 def _tied(sharings: Sequence[Sharing]) -> list[Copies]:
-    """The weights that other stages hold too. All ranks go through them in one order."""
+    """List the weights that other stages hold too. All ranks go through them in one order."""
     shared = [(each, sharing) for sharing in sharings for each in sharing.parameter_set.shared_gradients]
     ties = sorted((pair for pair in shared if pair[0].tie is not None), key=lambda pair: pair[0].tie or 0)
     return [Copies(partial(_whole, [sharing], {tie.parameter}), tie.group, _TIED) for tie, sharing in ties]

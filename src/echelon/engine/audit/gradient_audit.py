@@ -8,8 +8,8 @@
 Both sides begin with the same buffers, attributes and generators, and leave none of them changed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import NamedTuple, final
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
+from echelon.engine.audit import AuditResult, held, skipped
 from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.audit.diagnosis import explain
 from echelon.engine.audit.gradient_comparison import (
@@ -30,13 +31,17 @@ from echelon.engine.audit.gradient_comparison import (
 from echelon.engine.audit.hook_limits import refuse_limits, watched_hooks
 from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, OneDevice
 from echelon.engine.audit.reference import Reference, Result, Run
-from echelon.engine.audit.report import AuditResult, held, skipped
 from echelon.engine.model_checks import is_cut
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.side_effects import as_checks, without_autocast_cache, without_side_effects
+from echelon.engine.step.side_effects import (
+    as_checks,
+    unchanged_weights,
+    without_autocast_cache,
+    without_side_effects,
+)
 from echelon.errors import UserError
 from echelon.memory.gist import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
@@ -86,24 +91,34 @@ class GradientAudit:
 
     @property
     def _type(self) -> torch.dtype:
-        """The coarsest type of what is computed: autocast casts all but float64."""
+        """Return the coarsest type of what is computed: autocast casts all but float64."""
         kind, dtype = self._reference.device.type, self._reference.dtype
         if dtype == torch.float64 or not torch.is_autocast_enabled(kind):
             return dtype
         return max(dtype, torch.get_autocast_dtype(kind), key=lambda each: torch.finfo(each).eps)
 
     def __call__(
-        self, batch: GivenBatch, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
+        self,
+        batch: GivenBatch,
+        step: int,
+        *,
+        traits: Tensor | None,
+        new: Tensor | None,
+        source: int,
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
-        choose = partial(choose_samples, batch, traits, known, source, self._mesh, self._agreement)
+        choose = partial(choose_samples, batch, traits, new, source, self._mesh, self._agreement)
+        with (
+            unchanged_weights(self._local.modules, self._mesh.plan, self._agreement.check),
+            as_checks(self._mesh, self._modules),
+            without_autocast_cache(),
+            uncompressed(),
+        ):
+            return self._audit(choose, step)
+
+    def _audit(self, choose: Callable[..., AuditBatch | None], step: int) -> AuditResult:
         try:
-            with (
-                as_checks(self._mesh, self._modules),
-                without_autocast_cache(),
-                uncompressed(),
-                self._device.ready(),
-            ):
+            with self._device.ready():
                 compared = self._compare(choose, step)
                 self._raise_if(compared)
                 self._agreement.check(lambda: refuse_limits(compared.hooks, self._mesh.plan))
@@ -151,7 +166,8 @@ class GradientAudit:
             raise UserError(error)
 
     def _judge(self, compared: _Compared, device: OneDevice) -> str:
-        """An error, if neither rounding nor other draws can be what makes gradients differ. Rank 0 tells."""
+        """Return an error, if neither rounding nor other draws explain why gradients differ; that of rank 0
+        counts."""
         samples, run, result, found, _ = compared
         eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
@@ -171,7 +187,7 @@ class GradientAudit:
     def _rehearse(
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
     ) -> tuple[AuditBatch, Run, Result]:
-        """The samples, and what one device computes of them. A model that does not take a small part of a
+        """Choose samples, and let one device compute them. A model that does not take a small part of a
         microbatch is given whole ones."""
         samples = choose(is_small=is_small)
         if samples is None:
@@ -204,7 +220,7 @@ class GradientAudit:
     def _run_plan(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, *, training: bool
     ) -> tuple[list[OwnedSlice], float]:
-        """This rank's gradients as boxes of whole ones, and what makes them those of the mean."""
+        """Return this rank's gradients as boxes of whole ones, and what makes them those of the mean."""
         local, units, device = self._local, self._update.units, self._mesh.device
         captured: dict[Tensor, Tensor] = {}
         with ExitStack() as stack:
@@ -224,16 +240,14 @@ class GradientAudit:
         _, count, weighted = tally[:3].tolist()
         return self._owned(captured), weighted / count / count if count else 0.0
 
-    @contextmanager
     def _scope(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, number: int
-    ) -> Iterator[None]:
-        """Of a microbatch: where its samples are among those of one device, whose first draws are its own."""
+    ) -> AbstractContextManager[None]:
+        """Place a microbatch among the samples of one device, whose first draws it makes too."""
         if generators is not None:
             generators.restore()
         place = samples.places[number % len(samples.places)]
-        with self._scopes.at_place(step, place, samples.per_part):
-            yield
+        return self._scopes.at_place(step, place, samples.per_part)
 
     def _owned(self, captured: Mapping[Tensor, Tensor]) -> list[OwnedSlice]:
         owned = []

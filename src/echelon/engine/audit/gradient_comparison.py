@@ -17,13 +17,13 @@ from echelon.state.ownership import OwnedSlice, Slice, own_run, run_slices
 # rounding, and other random numbers, do to the reference.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 TIMES_ROUNDING, TIMES_DRAWS = 30.0, 4.0
-_BUNDLE = 2**23  # elements that travel together
+_BUNDLE = 2**23  # elements that are sent together
 
 Take = Callable[[str, Tensor], None]  # of a gradient by its name, whole
 
 
 class Difference(NamedTuple):
-    """Of one parameter: the norm of the difference, and of the reference."""
+    """The norm of the difference of one parameter's gradients, and of the reference."""
 
     name: str
     distance: float
@@ -38,8 +38,8 @@ class Difference(NamedTuple):
 
 @final
 class Comparison:
-    """Of gradients that come one after the other, on all ranks alike, with boxes that ranks hold of others:
-    a plan's, multiplied by `factor`, or kept ones. `is_divided`: no two ranks hold the same."""
+    """Compares gradients that come one after the other, on all ranks alike, with boxes that ranks hold of
+    others: a plan's, multiplied by `factor`, or kept ones. `is_divided`: no two ranks hold the same."""
 
     def __init__(self, owned: Sequence[OwnedSlice], factor: float = 1.0, *, is_divided: bool = False) -> None:
         self._factor, self._is_divided = factor, is_divided
@@ -71,7 +71,7 @@ class Comparison:
 
 @final
 class KeptGradients:
-    """Of one device, added up: each rank keeps an equal part of every one."""
+    """Gradients of one device, added up: each rank keeps an equal part of every one."""
 
     def __init__(self, group: Group | None) -> None:
         self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
@@ -115,7 +115,7 @@ def share_gradients(
 
 
 def _bundles(likes: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of one type whose tensors travel together."""
+    """Group names of one type, whose tensors are sent together."""
     for dtype in dict.fromkeys(like.dtype for like in likes.values()):
         names: list[str] = []
         for name in sorted(name for name, like in likes.items() if like.dtype == dtype):
@@ -127,8 +127,8 @@ def _bundles(likes: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _compare(boxes: Sequence[OwnedSlice], whole: Tensor, factor: float) -> Tensor:
-    """(squared distance, squared norm, whether there is a gradient here); not a number is infinitely far from
-    one, and at no distance from another."""
+    """Return (squared distance, squared norm, whether there is a gradient here). NaN is infinitely far from a
+    number, and at no distance from NaN."""
     distance = torch.zeros((), dtype=torch.float64, device=whole.device)
     for each in boxes:
         part, own = whole[each.slice.box], each.tensor.to(whole.dtype) * factor

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.saving.engine_state import EngineState
@@ -42,11 +42,11 @@ class NonfiniteSearch:
         self._runner, self._replay, self._state = runner, replay, state
         mesh = state.mesh
         self._agreement = RankAgreement(mesh.group("all") if mesh.plan.ranks > 1 else None, mesh.device)
-        self._kept: dict[int, Batch] = {}  # steps that may turn out to be the last that is skipped
+        self._kept: dict[int, Batch] = {}  # of steps that may be the last that is skipped
 
     def keep(self, batch: Batch, step: int) -> None:
         """Copy the batch of a step: the user may change it when the step has returned."""
-        copy = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        copy = tree_map_only(Tensor, torch.clone, batch)
         self._kept = {number: kept for number, kept in self._kept.items() if number == step - 1}
         self._kept[step] = copy
 
@@ -56,14 +56,14 @@ class NonfiniteSearch:
         self._kept = {step: kept for step, kept in self._kept.items() if step > error.step}
         if batch is None:
             return error
-        found = self._search(batch, error.step)
-        reports = [Report.parse(each) for each in self._agreement.gather(found.plain())]
+        rows = self._agreement.gather(self._search(batch, error.step).firsts())  # as lists, by JSON
+        reports = [Report([Finding(*each) for each in findings], *others) for findings, *others in rows]
         return NonfiniteError.of(error.count, error.step, explain(reports))
 
     def _search(self, batch: Batch, step: int) -> "Report":
         state, modules = self._state, self._state.modules
         mesh, local = state.mesh, state.local
-        report = Report(weights=_wrong_weights(local), batch=_wrong_parts(batch))
+        report = Report([], _wrong_weights(local), _wrong_parts(batch), [])
         names = {module: name for name, module in state.module.named_modules()}
         hooks = _PassHooks(self._runner, names, report.findings, mesh.rank)
         with (
@@ -158,14 +158,14 @@ def _may_be_wrong(tensor: Tensor) -> bool:
 
 
 def _wrong_weights(local: LocalStages) -> list[str]:
-    """Trained weights of which this rank holds NaN or infinite values."""
+    """List trained weights of which this rank holds NaN or infinite values."""
     trained = {name for sharing in local.sharings for name, _ in sharing.parameter_set.trained}
     owned = [each for each in local.owned_weights() if each.slice.name in trained]
     return list(dict.fromkeys(each.slice.name for each in owned if wrong_value(each.tensor)))
 
 
 def _wrong_gradients(local: LocalStages) -> list[str]:
-    """Parameters whose summed gradients are not finite here."""
+    """List parameters whose summed gradients are not finite here."""
     with_gradients = [each for each in local.local_parameters() if each.tensor.grad is not None]
     return list(dict.fromkeys(each.name for each in with_gradients if wrong_value(each.tensor.grad)))
 
@@ -208,26 +208,20 @@ class Finding(NamedTuple):
         return f"{self.value}, on rank {self.rank} in microbatch {self.place[0]} of the last of these batches"
 
 
-@dataclass
-class Report:
-    """What one rank has found: in passes, in its weights, in its batch, in the sums of gradients."""
+class Report(NamedTuple):
+    """Findings of one rank: in passes, in its weights, in its batch, in the sums of gradients."""
 
-    findings: list[Finding] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
-    batch: list[str] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
+    findings: list[Finding]
+    weights: list[str]
+    batch: list[str]
+    gradients: list[str]
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON may have it: of the many that follow from one, the first of each kind."""
+    def firsts(self) -> "Report":
+        """Keep the first finding of each kind, of the many that follow from one."""
         firsts: dict[tuple[str, bool], Finding] = {}
         for finding in sorted(self.findings, key=Finding.order):
             firsts.setdefault((finding.kind, finding.is_masking), finding)
-        return {**vars(self), "findings": [list(finding) for finding in firsts.values()]}
-
-    @classmethod
-    def parse(cls, plain: dict[str, Any]) -> "Report":
-        findings = [Finding(*each)._replace(place=tuple(each[5])) for each in plain["findings"]]
-        return cls(findings, plain["weights"], plain["batch"], plain["gradients"])
+        return self._replace(findings=list(firsts.values()))
 
 
 def explain(reports: Sequence[Report]) -> str:
@@ -282,7 +276,7 @@ def _reason(first: Finding, weights: Sequence[str], batch: Sequence[str]) -> str
 
 
 def _earlier(outputs: Sequence[Finding]) -> str:
-    """Where −infinity came first, which may be meant."""
+    """Name the layer in which −infinity came first, which may be meant."""
     is_first = outputs and outputs[0].is_masking
     return f" (but for −infinity, which {outputs[0].named()} returned before)" if is_first else ""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
-from echelon.collectives.alone import alone
+from echelon.collectives.group import alone
 from echelon.engine.audit.gradient_comparison import Take, share_gradients
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.audit.weight_stream import WeightStream
@@ -35,7 +35,7 @@ Work = Callable[[Mapping[str, Tensor], Take], Result]  # of rank 0, given what i
 
 
 class CannotCompareError(Exception):
-    """Why nothing was compared, on every rank alike. `is_final`: another batch would change nothing."""
+    """Says why nothing was compared, on every rank alike. `is_final`: another batch would change nothing."""
 
     def __init__(self, reason: str, *, is_final: bool = True) -> None:
         super().__init__(reason)
@@ -43,8 +43,8 @@ class CannotCompareError(Exception):
 
 
 class _LostRequestError(BaseException):
-    """A rank has failed in the middle of something that all do together: nobody knows where the others are.
-    No code of a model may catch it, and nobody is told; the cause ends this rank."""
+    """A rank has failed in the middle of something that all do together: the others wait there, and cannot be
+    told. No code of a model may catch it; the cause ends this rank."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _LostRequestError(BaseException):
 
 
 class FailedRunError(Exception):
-    """What rank 0 raised in a run, told to every rank."""
+    """Raised on every rank for what rank 0 raised in a run."""
 
 
 @final
@@ -87,7 +87,8 @@ class OneDevice:
             self._whole, self._rehearsed = {}, None
 
     def for_judging(self) -> "OneDevice | None":
-        """Who tells why gradients differ: rank 0 by itself, where it has all weights; else all ranks."""
+        """Return the device on which to search the cause of differences: rank 0 by itself, where it has all
+        weights; else all ranks."""
         if self._whole is None:
             return self
         device = copy.copy(self)
@@ -95,7 +96,7 @@ class OneDevice:
         return device if self._agreement.rank == 0 else None
 
     def rehearse(self, run: Run, part: Run | None) -> Result:
-        """A run whose gradients are asked for later; before it a part of it, forward alone. Raise, on every
+        """Run what `gradients` is asked for later, and before it a part of it, forward alone. Raise, on every
         rank, what the model raises: the plan would fail in the middle of it."""
 
         def work(weights: Mapping[str, Tensor], _: Take) -> Result:
@@ -131,7 +132,7 @@ class OneDevice:
         return result
 
     def _on_rank_0(self, work: Work, take: Take) -> Result:
-        """Its result, on the other ranks without output and gradients. Raise what it raises on every one."""
+        """Return its result, on the other ranks without output and gradients. Raise what it raises on all."""
         result, failure, is_refusal = None, "", False
         try:
             if self._whole is None:
@@ -155,8 +156,8 @@ class OneDevice:
     # Weights.
 
     def _sources(self) -> tuple[dict[str, Tensor], Callable[[str], Tensor | None]]:
-        """What is missing, as tensors of the meta device, and what puts one together on rank 0, called on all
-        ranks."""
+        """Return what is missing, as tensors of the meta device, and a function that puts one together on
+        rank 0, called on all ranks."""
         wanted, group, device = set(self._missing), self.group, self.reference.device
         if not wanted:
             return {}, lambda _: None

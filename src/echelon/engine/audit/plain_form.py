@@ -68,7 +68,7 @@ class PlainForm:
         self._outside: Sequence[tuple[Any, str, object]] = ()
 
     def settle(self) -> None:
-        """The plan has changed all that it changes, also attributes of what is no module (a config)."""
+        """Note all that the plan has changed, also attributes of what is no module (a config)."""
         for owner, before in self._before.items():
             now = _entries(owner)
             keys = [
@@ -83,7 +83,7 @@ class PlainForm:
         self._before = {owner: {} for owner in self._before}  # what has not changed is not kept alive
 
     def missing(self, device: torch.device) -> list[str]:
-        """The parameters and buffers of which this rank does not have the whole."""
+        """List the parameters and buffers of which this rank does not have the whole."""
         names = []
         for module, tensors in self._tensors.items():
             for key, name in tensors.parameters.items():
@@ -95,19 +95,19 @@ class PlainForm:
         return list(dict.fromkeys(names))
 
     def num_bytes(self, names: Sequence[str], dtype: torch.dtype) -> int:
-        """The memory of `names` and of all gradients."""
+        """Return the memory of `names` and of all gradients."""
         held = sum(self._shapes[name].numel() for name in names if name in self._shapes)
         trained = sum(self._shapes[name].numel() for name in self._names.trained)
         return (held + trained) * dtype.itemsize
 
     def streamed_bytes(self, names: Sequence[str], dtype: torch.dtype) -> int:
-        """The memory of one layer of `names`, and of one weight and gradient on their way."""
+        """Return the memory of one layer of `names`, and of one weight and gradient on their way."""
         weights = {n: self._shapes[n].numel() * dtype.itemsize for n in names if n in self._shapes}
         gradients = [like.nbytes for like in self.gradients_like(dtype).values()]
         return max(layer_sizes(weights), default=0) + 3 * max(gradients, default=0)
 
     def gradients_like(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Of each trained parameter a tensor of the meta device, float32 at least."""
+        """Return, for each trained parameter, a tensor of the meta device, float32 at least."""
         real = torch.promote_types(dtype, torch.float32)
         return {
             name: torch.empty(
@@ -191,7 +191,7 @@ class PlainForm:
     def _buffer(
         self, current: Tensor | None, name: str | None, whole: Mapping[str, Tensor], clones: dict[int, Tensor]
     ) -> Tensor | None:
-        """A copy, which a forward may change; one for modules that share a buffer."""
+        """Return a copy, which a forward may change; one for modules that share a buffer."""
         if name is None:
             return None
         source = current if current is not None else whole.get(name, self._temporary.get(name))
@@ -214,7 +214,7 @@ def _owners(modules: Mapping[nn.Module, object]) -> list[Owner]:
 
 
 def _entries(owner: Owner) -> dict[str, Any]:
-    """What an object holds; of dicts a copy, because hooks are added to them in place."""
+    """Read what an object holds; of dicts a copy, because hooks are added to them in place."""
     return {
         key: copy.copy(value) if isinstance(value, dict) else value
         for key, value in vars(owner).items()
@@ -229,7 +229,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """Another leaf of autograd with the same values, and the user's hooks on gradients."""
+    """Make another leaf of autograd with the same memory, and the user's hooks on gradients."""
     twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     _set_hooks(twin, _hooks(parameter), late_hooks(parameter))
     return twin
@@ -247,13 +247,13 @@ def _hooks(parameter: nn.Parameter) -> list[Hook]:
 
 
 def late_hooks(parameter: nn.Parameter) -> list[Hook]:
-    """The user's hooks on accumulated gradients, which `torch.autograd.grad` does not call."""
+    """List the user's hooks on accumulated gradients, which `torch.autograd.grad` does not call."""
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
     return [hook for hook in hooks.values() if not is_own_hook(hook)]
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether a hook is one of an engine's."""
+    """Return whether a hook is one of an engine's."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("echelon.")

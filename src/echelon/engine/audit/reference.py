@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from echelon.engine.audit.gradient_comparison import Take
 from echelon.engine.audit.plain_form import PlainForm, late_hooks
@@ -25,7 +25,7 @@ _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
 
 
 class Run(NamedTuple):
-    """What one device computes. `place`: of the first sample among all that are compared. `rounding`: every
+    """A run of one device. `place`: of the first sample among all that are compared. `rounding`: every
     output of a module is changed by about so much of itself, as rounding might; each `draw` in another way.
     `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward, so
     that generators have moved on. `is_total`: gradients are those of the total, not of the mean."""
@@ -42,8 +42,8 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of a run: what the model returned, its loss as a total of what it counts, and gradients, unless
-    somebody took them one by one."""
+    """The result of a run: the model's output, its loss as a total of what it counts, and gradients, unless
+    they were taken one by one."""
 
     output: Any
     total: float
@@ -72,10 +72,8 @@ class Reference:
     def run(self, run: Run, whole: Mapping[str, Tensor], take: Take | None = None) -> Result:
         """`whole`: what of the weights is not here. `take` is given each gradient when it is complete, which
         is then let go."""
-        with (
-            self._without_trace(),
-            disturbed_outputs(run.rounding, run.draw) if run.rounding else nullcontext(),
-        ):
+        noise = disturbed_outputs(run.rounding, run.draw) if run.rounding else nullcontext()
+        with self._without_trace(), noise:
             if run.is_second:
                 self._run(run, whole)
             differentiate = partial(self._run, run, whole, partial(_gradients, take, run.scale))
@@ -94,6 +92,12 @@ class Reference:
         with self._without_trace():
             return self._run(run, whole)
 
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        with warnings.catch_warnings(action="ignore"), ExitStack() as stack:
+            stack.callback(GeneratorStates(self.device, self._model.modules()).restore)
+            yield
+
     def _run(
         self,
         run: Run,
@@ -103,47 +107,27 @@ class Reference:
         fresh: bool = False,
     ) -> Result:
         before = GeneratorStates(self.device, self._model.modules())
-        with self.form.installed(whole, self.device, fresh=fresh) as parameters, self._kept_attributes():
+        samples = num_samples(run.batch)
+        inputs, targets = tree_map_only(Tensor, torch.clone, to_device(run.batch, self.device))
+        scope = partial(self._scopes.of_plain, self._model, run.step, run.place, samples)
+        with self.form.installed(whole, self.device, fresh=fresh) as parameters, ExitStack() as stack:
+            # What the forward changes in place inside of attributes is put back.
+            stack.callback(AttributeSnapshot(self._model.modules()).restore)
             if not run.training:
                 self._model.eval()
-            output, total, count = self._mean(run)
+            with counting(samples, scope):
+                output = call(self._model, cast(inputs, self.dtype))
+                total, count = total_and_count(self._loss(output, targets), samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
-        return Result(tree_map(_detached, output), float(total), float(count), gradients, before.moved())
-
-    def _mean(self, run: Run) -> tuple[Any, Tensor, Tensor | int]:
-        """What the model returns, and its loss as (total, count)."""
-        samples = num_samples(run.batch)
-        inputs, targets = tree_map(_copied, to_device(run.batch, self.device))
-        with counting(samples, partial(self._scopes.of_plain, self._model, run.step, run.place, samples)):
-            output = call(self._model, cast(inputs, self.dtype))
-            total, count = total_and_count(self._loss(output, targets), samples)
-        return output, total, count
-
-    @contextmanager
-    def _kept_attributes(self) -> Iterator[None]:
-        """What the forward changes in place inside of attributes is put back."""
-        attributes = AttributeSnapshot(list(self._model.modules()))
-        try:
-            yield
-        finally:
-            attributes.restore()
-
-    @contextmanager
-    def _without_trace(self) -> Iterator[None]:
-        generators = GeneratorStates(self.device, self._model.modules())
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            generators.restore()
+        output = tree_map_only(Tensor, torch.detach, output)
+        return Result(output, float(total), float(count), gradients, before.moved())
 
 
 def _gradients(
     take: Take | None, scale: float, loss: Tensor, parameters: Parameters, *, fresh: bool
 ) -> dict[str, Tensor]:
-    """`fresh`: parameters are nobody else's, and may have gradients."""
+    """`fresh`: parameters belong to this run alone, and may have gradients."""
     with nullcontext() if take is None else _taken(parameters, take, scale, fresh=fresh):
         found: Sequence[Tensor | None]
         if fresh:
@@ -159,11 +143,11 @@ def _gradients(
 
 @contextmanager
 def _taken(parameters: Parameters, take: Take, scale: float, *, fresh: bool) -> Iterator[None]:
-    """Around a backward pass. Hooks are called in turn: these after the user's."""
+    """Give away each gradient of a backward pass when it is complete."""
     names: set[str] = set()
 
-    def before(name: str, gradient: Tensor) -> Tensor:
-        if name in names:  # nobody holds the first part any more
+    def give(name: str, gradient: Tensor) -> Tensor:
+        if name in names:  # the first part is gone
             raise RuntimeError(
                 f"the gradient of {name} comes in several parts: several reentrant checkpoints share it"
             )
@@ -172,27 +156,25 @@ def _taken(parameters: Parameters, take: Take, scale: float, *, fresh: bool) -> 
         is_dense = gradient.layout == torch.strided
         return gradient.new_zeros(()).expand(gradient.shape) if is_dense else torch.zeros_like(gradient)
 
-    def after(name: str, parameter: Tensor) -> None:
+    def give_accumulated(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        before(name, parameter.grad)
+        give(name, parameter.grad)
         parameter.grad = None
 
-    handles = [
-        parameter.register_post_accumulate_grad_hook(partial(after, name))
-        if fresh
-        else parameter.register_hook(partial(before, name))
-        for name, parameter in parameters.items()
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, parameter in parameters.items():
+            # torch calls hooks in the order of their registration: these after the user's.
+            if fresh:
+                handle = parameter.register_post_accumulate_grad_hook(partial(give_accumulated, name))
+            else:
+                handle = parameter.register_hook(partial(give, name))
+            stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def disturbed_outputs(size: float, draw: int) -> Iterator[None]:
-    """Every output of a module is changed by about `size` of itself, as rounding might."""
+    """Change every output of a module by about `size` of itself, as rounding might."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(leaf: Any) -> Any:
@@ -210,14 +192,6 @@ def disturbed_outputs(size: float, draw: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _plain(gradient: Tensor, scale: float) -> Tensor:

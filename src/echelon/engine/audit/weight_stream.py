@@ -1,11 +1,11 @@
-"""Weights that come and go: in memory while something reads them, and about a layer of them at a time.
+"""Weights that are in memory while something reads them, about a layer of them at a time.
 
     names        model.layers.0.up   model.layers.0.down   model.layers.1.up   …
     memory       whole               whole                 none                         capacity: a layer
 
 A parameter keeps its tensor and its storage; the storage alone has memory, or none. So whatever autograd has
-saved of it, also a view, is right again as soon as the memory is. Who reads a weight is known before: any
-operation of torch, forward or backward, wherever it is called from. Kernels that torch does not see ask for
+saved of it, also a view, is right again as soon as the memory is. Every read is known before: any operation
+of torch, forward or backward, wherever it is called from. Kernels that torch does not see ask for
 an address, or read what their module holds, or what a function has saved: these bring weights too.
 """
 
@@ -49,11 +49,11 @@ class WeightStream(TorchDispatchMode):
             if tensor.nbytes:
                 tensor.untyped_storage().resize_(0)
                 self._names[tensor.untyped_storage()._cdata] = name
-        self._present: dict[str, bool] = {}  # the last used one last; whether somebody has written into it
+        self._present: dict[str, bool] = {}  # the last used one last; whether it was written into
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights that are in memory now."""
+        """Return the bytes of the weights that are in memory now."""
         return sum(self.tensors[name].nbytes for name in self._present)
 
     @contextmanager
@@ -75,7 +75,7 @@ class WeightStream(TorchDispatchMode):
 
     def bring(self, tensors: Iterable[Any], written: Iterable[Any] = ()) -> None:
         """Give memory and values to the weights among `tensors` (or of which these are views), and take it
-        from those that nobody has used for longest. What is written into stays."""
+        from those that were not used for longest. What is written into stays."""
         wanted = self._named(tensors)
         self._present |= {name: self._present.pop(name) for name in wanted if name in self._present}
         absent = [name for name in wanted if name not in self._present]
@@ -132,14 +132,14 @@ class _UnseenReads(TorchFunctionMode):
         self._stream = stream
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN:  # nobody knows how long an address is used: that weight stays
+        if func in _UNSEEN:  # an address may be used for long: that weight stays
             self._stream.bring(args[:1], args[:1] if func in _ADDRESSES else ())
         return func(*args, **(kwargs or {}))
 
 
 def layer_sizes(sizes: Mapping[str, int]) -> list[int]:
-    """Of each layer, from those of its weights: what is next to each other in a list of modules, or in a
-    module. layer_sizes({"0.up.weight": 3, "0.down.weight": 3, "1.up.weight": 4}) == [6, 4]"""
+    """Add up the sizes of weights by layer: by element of a list of modules, or by module.
+    layer_sizes({"0.up.weight": 3, "0.down.weight": 3, "1.up.weight": 4}) == [6, 4]"""
     layers: Counter[str] = Counter()
     for name, size in sizes.items():
         match = _LAYER.match(name)

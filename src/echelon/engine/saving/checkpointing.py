@@ -50,7 +50,7 @@ class Checkpointing(StepObserver):
         self._saver.finish()
 
     def saving_error(self) -> UserError | None:
-        """What went wrong with the save that was under way, which is over now."""
+        """Finish the save that is under way, and return what went wrong."""
         try:
             self._saver.finish()
         except UserError as error:
@@ -65,7 +65,7 @@ class Checkpointing(StepObserver):
 
     @property
     def is_loaded_in_part(self) -> bool:
-        """Whether a load has failed after it had begun to change the engine."""
+        """Return whether a load has failed after it had begun to change the engine."""
         return self._unfinished_load != ""
 
     def check_loaded(self) -> None:

@@ -29,7 +29,7 @@ from echelon.parallel.tensor.regions import Multiplier
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
-from echelon.state.ownership import ENGINE, OwnedSlice, Slice, StateNames, whole_slice
+from echelon.state.ownership import ENGINE, VALUE, OwnedSlice, Slice, StateNames, whole_slice
 from echelon.state.weight_files.tensor_file import DTYPES
 from echelon.update.numbers import Number
 from echelon.update.update import InWhole, Update
@@ -46,7 +46,7 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 
 @final
 class EngineState:
-    """What an engine trains, as it is now; saving, loading and the audit read it."""
+    """All that an engine trains, as it is now; saving, loading and the audit read it."""
 
     def __init__(
         self,
@@ -90,33 +90,33 @@ class EngineState:
         return [*parts, *self.update.owned_whole(), *self.buffers(), *numbers]
 
     def values(self) -> list[OwnedSlice]:
-        """Weights and buffers."""
+        """List weights and buffers."""
         weights = [each for owned in self.local.owned_weights() for each in self.in_whole(owned)]
         return [*weights, *self.buffers()]
 
     def buffers(self) -> list[OwnedSlice]:
-        """The buffers of the state dict."""
+        """List the buffers of the state dict."""
         return [
-            OwnedSlice(whole_slice(name, buffer), buffer)
+            _own(name, buffer)
             for name, buffer in self.module.state_dict(keep_vars=True).items()
             if isinstance(buffer, Tensor) and name in self.names.state and name not in self.names.parameters
         ]
 
     def temporary_buffers(self, *, changed: bool = False) -> list[OwnedSlice]:
-        """The buffers that no state dict has; `changed`: those that were changed, or not there."""
+        """List the buffers that no state dict has; `changed`: those that were changed, or not there."""
         return [
-            OwnedSlice(whole_slice(name, buffer, TEMPORARY), buffer)
+            _own(name, buffer, TEMPORARY)
             for name, buffer in _temporary(self.module)
             if not changed or self._first_marks.get(name) != _mark(buffer)
         ]
 
     def saved(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
-        """All that this rank has to save, with `counters` of its runner. Raises on every rank if a part of it
-        cannot be saved."""
+        """List all that this rank has to save, with `counters` of its runner. Raises on every rank if a part
+        of it cannot be saved."""
         slices = [*self.owned(), *self._counters(counters), *self.temporary_buffers(changed=True)]
-        slices += [_bytes(LEARNED, f"rank {self.mesh.rank}", _json_bytes(learned_order(self.local)))]
+        slices += [_own(LEARNED, _json_bytes(learned_order(self.local)), f"rank {self.mesh.rank}")]
         if self.seed == -1:
-            slices += [_bytes(RANDOM, part, random) for part, random in self._random_states().items()]
+            slices += [_own(RANDOM, random, part) for part, random in self._random_states().items()]
 
         def add_and_check() -> None:
             slices.extend(_extra_state(self.module))
@@ -161,7 +161,7 @@ class EngineState:
 
 
 def _groups(update: Update) -> list[dict[str, Any]]:
-    """The options of this rank's groups as plain values, with the names of their parameters."""
+    """Read the options of this rank's groups as plain values, with the names of their parameters."""
     names = {tensor: name for name, tensor in update.updated_tensors()}
     return [
         {
@@ -177,7 +177,7 @@ def _groups(update: Update) -> list[dict[str, Any]]:
 
 
 def _joined(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of all ranks: those with the same options are one."""
+    """Join the groups of all ranks: those with the same options are one."""
     joined: dict[str, tuple[dict[str, Any], set[str]]] = {}
     for group in groups:
         options = {name: value for name, value in group.items() if name != PARAMETERS}
@@ -186,7 +186,7 @@ def _joined(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _state_numbers(update: Update) -> dict[str, dict[str, PlainNumber]]:
-    """State that is no tensor: numbers. None is as good as nothing; anything else is refused."""
+    """Read state that is no tensor: numbers. None is as good as nothing; anything else is refused."""
     numbers: dict[str, dict[str, PlainNumber]] = {}
     errors = []
     for name, tensor in update.updated_tensors():
@@ -219,8 +219,8 @@ def _number(part: str, value: Number) -> OwnedSlice:
     return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
 
 
-def _bytes(name: str, part: str, data: Tensor) -> OwnedSlice:
-    return OwnedSlice(whole_slice(name, data, part), data)
+def _own(name: str, tensor: Tensor, part: str = VALUE) -> OwnedSlice:
+    return OwnedSlice(whole_slice(name, tensor, part), tensor)
 
 
 def _json_bytes(value: Any) -> Tensor:
@@ -231,7 +231,7 @@ def _json_bytes(value: Any) -> Tensor:
 
 
 def _extra_state(module: nn.Module) -> list[OwnedSlice]:
-    """Extra state that is plain data; tensors are among the buffers."""
+    """List extra state that is plain data; tensors are among the buffers."""
     owned, errors = [], []
     for name, each in extra_state_modules(module).items():
         value = each.get_extra_state()
@@ -246,13 +246,13 @@ def _extra_state(module: nn.Module) -> list[OwnedSlice]:
                 f"must return a tensor, or lists, dicts, strings and numbers ({error})"
             )
             continue
-        owned.append(_bytes(name, JSON, data))
+        owned.append(_own(name, data, JSON))
     raise_errors("the extra state of modules, which cannot be saved", errors)
     return owned
 
 
 def extra_state_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules of this rank that have extra state, by its name in the state dict."""
+    """Find the modules of this rank that have extra state, by its name in the state dict."""
     return {
         f"{path}.{EXTRA_STATE}".removeprefix("."): each
         for path, each in module.named_modules()
@@ -280,7 +280,7 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 
 
 def learned_order(local: LocalStages) -> dict[str, Any]:
-    """What this rank has learned, as plain data."""
+    """Return what this rank has learned, as plain data."""
     columns = dict(_columns(local))
     names: dict[Multiplier, str] = {column: name for name, column in columns.items()}
     sharing = {

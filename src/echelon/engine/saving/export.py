@@ -48,7 +48,7 @@ def check_pretrained(model: nn.Module) -> None:
 
 
 def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dict[str, Tensor]:
-    """The state dict with tensors of the meta device; of tied tensors one. What is no tensor stays."""
+    """Return the state dict with tensors of the meta device; of tied tensors one. What is no tensor stays."""
     whole: dict[str, Tensor] = {name: assembly.like((name, part)) for name, part in assembly}
     local = model.state_dict(keep_vars=True)
     return {
@@ -71,7 +71,7 @@ class _Stream:
         self._is_inside_tensor = False
 
     def fetch(self, name: str) -> Tensor:
-        """The next tensor, in host memory."""
+        """Return the next tensor, in host memory."""
         expected, key = next(self._keys)
         assert name == expected, "all ranks have one order"
         tensor = self._bring(key)
@@ -79,7 +79,7 @@ class _Stream:
         return tensor.cpu()
 
     def finish(self) -> None:
-        """Bring what nobody has fetched."""
+        """Bring what was not fetched."""
         if not self._is_inside_tensor:
             for _, key in self._keys:
                 self._bring(key)

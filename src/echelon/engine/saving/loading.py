@@ -136,13 +136,13 @@ class Loading(NamedTuple):
                 torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), device)
 
     def _plain(self, name: str, part: str) -> Any:
-        """A small tensor of bytes that are JSON."""
+        """Read a small tensor of bytes that are JSON."""
         with self._refusing_strangers(name):
             return parse_json(self._whole(name, part).numpy().tobytes())
 
     @contextmanager
     def _refusing_strangers(self, name: str) -> Iterator[None]:
-        """What no engine has saved is an error of the checkpoint, not of this program."""
+        """Turn errors over what no engine has saved into errors of the checkpoint."""
         try:
             yield
         except UserError:
@@ -152,7 +152,7 @@ class Loading(NamedTuple):
             raise UserError(f"{self.saved.path}: {name} is not what an engine saves: {reason}") from error
 
     def _whole(self, name: str, part: str) -> Tensor:
-        """All of a small tensor, in host memory."""
+        """Read all of a small tensor, into host memory."""
         saved = self.saved.parts(name)[part]
         out = torch.empty(saved.shape, dtype=saved.dtype)
         self.saved.read(Slice(name, part, saved.shape, *whole(saved.shape)), out)
@@ -172,7 +172,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def option_errors(saved: Groups, update: Update) -> list[str]:
-    """Why groups here cannot have the options of those that were saved: parameters of one group were in
+    """Say why groups here cannot have the options of those that were saved: parameters of one group were in
     several, of different options."""
     errors = []
     for number, names in enumerate(_names_of_groups(update)):
@@ -213,7 +213,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(now: Any, value: Any) -> Any:
-    """JSON has no tuples and no tensors."""
+    """Give a value from JSON the type of the one of now: JSON has no tuples and no tensors."""
     if isinstance(now, Tensor):
         return now.fill_(value)
     return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
@@ -222,10 +222,11 @@ def _like(now: Any, value: Any) -> Any:
 # What a checkpoint has, compared with what an engine needs: names, shapes, types, the optimizer's state.
 
 _MOST = 20  # names in one list
+_KINDS = ("is_floating_point", "is_complex")
 
 
 def name_errors(saved: SavedState, names: StateNames) -> list[str]:
-    """Tensors that the checkpoint lacks, and those that the model lacks."""
+    """Name tensors that the checkpoint lacks, and those that the model lacks."""
     needed = {*names.parameters.values(), *names.state.values()}
     stored = {
         name
@@ -251,7 +252,7 @@ def _listed(errors: Iterable[str]) -> list[str]:
 
 
 def value_errors(saved: SavedState, held: Iterable[OwnedSlice]) -> list[str]:
-    """Weights and buffers of other shapes or kinds of numbers than those that were saved."""
+    """Name weights and buffers of other shapes or kinds of numbers than those that were saved."""
     errors = {}
     for box, dtype in {each.slice: each.tensor.dtype for each in held}.items():
         name, shape = box.name, box.shape
@@ -260,23 +261,14 @@ def value_errors(saved: SavedState, held: Iterable[OwnedSlice]) -> list[str]:
             continue
         if record.shape != shape:
             errors[name] = f"{name} has shape {record.shape} in the checkpoint, and {shape} in the model"
-        elif _kind(record.dtype) != _kind(dtype):
-            errors[name] = (
-                f"{name} is {_text(record.dtype)} in the checkpoint, and {_text(dtype)} in the model"
-            )
+        elif any(getattr(record.dtype, kind) != getattr(dtype, kind) for kind in _KINDS):
+            saved_type, own_type = (str(each).removeprefix("torch.") for each in (record.dtype, dtype))
+            errors[name] = f"{name} is {saved_type} in the checkpoint, and {own_type} in the model"
     return _listed(errors.values())
 
 
-def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    return dtype.is_floating_point, dtype.is_complex
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
-    """State of another optimizer than the one that is here."""
+    """Name state of another optimizer than the one that is here."""
     by_keys: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[str]] = {}
     forms: dict[object, set[str] | None] = {}
     for name, tensor in update.updated_tensors():
@@ -301,7 +293,7 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
 
 
 def _group_of(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> tuple[str, int]:
-    """The name of the optimizer that updates a tensor, and which group it is in."""
+    """Return the name of the optimizer that updates a tensor, and its group."""
     for each in inner_optimizers(optimizer):
         for group in each.param_groups:
             if any(parameter is tensor for parameter in group["params"]):

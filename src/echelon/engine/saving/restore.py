@@ -18,7 +18,7 @@ NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class _Parts(NamedTuple):
-    """Who has split a model, and the buffers that this rank has dropped and no state dict has."""
+    """The plan that has split a model, and the buffers that this rank has dropped and no state dict has."""
 
     plan: Plan
     temporary_buffers: Mapping[str, Tensor]
@@ -33,13 +33,13 @@ _in_context: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether ranks hold different parts of the model."""
+    """Return whether ranks hold different parts of the model."""
     return model in _split
 
 
 def is_put_together(model: nn.Module) -> bool:
-    """Whether the model is whole again when its engine closes: one that began without memory is not, since
-    it may be larger than any rank."""
+    """Return whether the model is whole again when its engine closes: one that began without memory is not,
+    since it may be larger than any rank."""
     return is_split(model) and not _split[model].stays_split
 
 
@@ -58,7 +58,7 @@ def mark_empty(model: nn.Module, plan: Plan) -> None:
 
 
 def mark_filled(model: nn.Module, plan: Plan) -> None:
-    """The model has values again; it is whole unless the plan splits it."""
+    """Remember that the model has values again; it is whole unless the plan splits it."""
     if not _splits(plan):
         del _split[model]
 
@@ -88,7 +88,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def _shared_name(model: nn.Module, other: nn.Module) -> str | None:
-    """The first parameter that two models have in common, present on this rank or not."""
+    """Return the first parameter that two models have in common, present on this rank or not."""
     inside = set(other.modules())
     for path, module in model.named_modules():
         if module in inside and module._parameters:

@@ -1,4 +1,4 @@
-"""What torch cannot do with a plan, in words that say what to change.
+"""Operations that torch does not have for a plan, in words that say what to change.
 
 An operation that it does not have for numbers below float32: torch.cdist has no kernel for fp16 on a CPU,
 "cdist" not implemented for 'Half'. Operations on two types: a model with parts that stay in float32, under
@@ -44,17 +44,18 @@ _TORCH_FUNC = (
 
 
 def missing_operation(message: str, plan: Plan, device: torch.device) -> UserError | None:
-    """The error to raise for this message of torch, if an operation is missing for the plan."""
+    """Return the error to raise for this message of torch, if an operation is missing for the plan."""
+    first_line = message.partition("\n")[0]
     if any(words in message for words in _TORCH_FUNC):
-        return _torch_func_error(message, plan)
+        return _torch_func_error(first_line, plan)
     if "does not support sparse gradients" in message:
         return UserError(
-            f"{_first_line(message)}: set sparse=False in the embedding, or give its weight to an optimizer "
+            f"{first_line}: set sparse=False in the embedding, or give its weight to an optimizer "
             "that takes sparse gradients (SparseAdam, SGD, Adagrad)"
         )
     if plan.tensor > 1 and _SIZES.search(message):
         return UserError(
-            f"plan '{plan}': {_first_line(message)}. Between a column and a row of the tensor table a "
+            f"plan '{plan}': {first_line}. Between a column and a row of the tensor table a "
             f"forward has 1/{plan.tensor} of the features, and this one may compute with whole widths there: "
             "take sizes from the tensors (q.view(batch, length, -1, head_width), y.flatten(2)), list numbers "
             "that it reads as 'divided' in tensor_table (docs/tensor.md), or its matrices as 'replicated'"
@@ -69,7 +70,7 @@ def missing_operation(message: str, plan: Plan, device: torch.device) -> UserErr
         )
     if plan.precision == "fp64" and _TWO_TYPES.search(message):
         return UserError(
-            f"precision=fp64: an operation of the model is given float32 and float64 ({_first_line(message)})"
+            f"precision=fp64: an operation of the model is given float32 and float64 ({first_line})"
             "; its forward makes a tensor in float32, or casts to it: make it in the type of the input or of "
             "a weight (dtype=x.dtype), keep constants in buffers, or use precision=fp32"
         )
@@ -79,30 +80,22 @@ def missing_operation(message: str, plan: Plan, device: torch.device) -> UserErr
     if not names:
         return None
     where = "on a CPU" if device.type == "cpu" else f"on {device.type}"
+    operation = f"the operation {names[0]}" if names[0] else "an operation"
     others = ["precision=bf16"] if plan.precision == "fp16" else []
     others += ["a GPU"] if device.type == "cpu" else []
     return UserError(
-        f"precision={plan.precision}: torch does not have {_the_operation(names[0])} for it {where} "
-        f"({_first_line(message)}); use {', or '.join([*others, 'precision=fp32'])}, or convert what the "
-        "operation is given to float32"
+        f"precision={plan.precision}: torch does not have {operation} for it {where} ({first_line}); use "
+        f"{', or '.join([*others, 'precision=fp32'])}, or convert what the operation is given to float32"
     )
 
 
-def _torch_func_error(message: str, plan: Plan) -> UserError:
+def _torch_func_error(first_line: str, plan: Plan) -> UserError:
     words = [f"recompute={plan.recompute}"] if plan.recompute != "none" else []
     words += [f"compress={plan.compress}"] if plan.compress != "none" else []
     words += ["zero=3"] if plan.zero == 3 else []
     words += [f"offload={','.join(plan.offload)}"] if plan.offload else []
     advice = f"drop {', '.join(words)}, or use" if words else "use"
     return UserError(
-        f"plan '{plan}' with a forward that calls torch.func ({_first_line(message)}): {advice} "
+        f"plan '{plan}' with a forward that calls torch.func ({first_line}): {advice} "
         "torch.autograd.grad(…, create_graph=True) in the forward"
     )
-
-
-def _first_line(message: str) -> str:
-    return message.splitlines()[0]
-
-
-def _the_operation(name: str) -> str:
-    return f"the operation {name}" if name else "an operation"

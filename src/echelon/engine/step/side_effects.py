@@ -3,7 +3,7 @@ found, and torch's cache of cast weights is kept out.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -119,7 +119,7 @@ class AttributeSnapshot:
 
 
 def _is_copied(value: Any) -> bool:
-    """Whether its values can be copied, and written again."""
+    """Return whether its values can be copied, and written again."""
     if type(value) is numpy.ndarray:
         return bool(value.flags.writeable) and not value.dtype.hasobject
     if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_inference():
@@ -176,7 +176,30 @@ def keeps_changes(plan: Plan) -> bool:
 
 
 @contextmanager
-def restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
+def unchanged_weights(
+    modules: Sequence[nn.Module], plan: Plan, check_together: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    """Run passes of stages beside a step. Raise, on every rank, if they have changed weights: the first step
+    would not find out any more. Where a forward may change them, they are put back."""
+    if keeps_changes(plan) and not frees_weights(plan):
+        with _restored_weights(modules):
+            yield
+        return
+    # A rehearsal of units that are updated in the backward pass marks their weights as changed.
+    is_checked = not frees_weights(plan) and plan.update == "step"
+    changes = [WeightChanges(module, plan) for module in modules] if is_checked else []
+    before = [change.states() for change in changes]
+    yield
+
+    def check() -> None:
+        for change, states in zip(changes, before, strict=True):
+            change.check(states)
+
+    check_together(check)
+
+
+@contextmanager
+def _restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put the weights of `modules` back at the end."""
     weights = [weight for module in modules for weight in module.parameters()]
     copies = [weight.detach().clone() for weight in weights]

@@ -1,4 +1,4 @@
-"""What the user does by hand to what the engine owns: taken over, or refused by name."""
+"""Changes by hand to what the engine owns: taken over, or refused by name."""
 
 from echelon.engine.watch.outside import Inside, guard_outside
 from echelon.engine.watch.watch import Watch

@@ -9,7 +9,7 @@ The same Parameter object in several modules is a tied weight, which every plan 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,60 +34,47 @@ def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dty
     """Refuse memory that is also a trained weight's, where the plan gives the weight other memory. Without a
     device, values come later."""
     weights = [_Place(name, p, model) for name, p in model.named_parameters() if p.layout == torch.strided]
-    trained = [weight for weight in weights if weight.tensor.requires_grad]
     by_storage: dict[int, list[_Place]] = {}
-    for weight in trained:
-        by_storage.setdefault(weight.tensor.untyped_storage()._cdata, []).append(weight)
-    errors = []
-    for place in [*weights, *_buffers(model), *_attributes(model)]:
+    for weight in weights:
+        if weight.tensor.requires_grad:
+            by_storage.setdefault(weight.tensor.untyped_storage()._cdata, []).append(weight)
+    pairs: list[tuple[str, str]] = []
+    for place in [*weights, *_other_tensors(model)]:
         for weight in by_storage.get(place.tensor.untyped_storage()._cdata, ()):
             if place.tensor is weight.tensor:
                 is_left = place.name != weight.name and _is_left_behind(place, plan, model)
             else:
                 is_moved = _moves(weight.tensor, plan, device, dtype)
                 is_left = overlap(place.tensor, weight.tensor) and (is_moved or plan.update != "step")
-            if (
-                is_left
-                and (place.name, weight.name) not in errors
-                and (weight.name, place.name) not in errors
-            ):
-                errors.append((place.name, weight.name))
+            if is_left and not {(place.name, weight.name), (weight.name, place.name)} & {*pairs}:
+                pairs.append((place.name, weight.name))
     raise_errors(
         f"the model with plan '{plan}'",
         [
             f"{place} is memory of the weight {weight}, which this plan {_what_happens(plan, place)}; let "
             "both modules have the same Parameter object, which ties them, use data alone (zero=0, "
             f"update=step), or give {place} memory of its own (clone)"
-            for place, weight in errors
+            for place, weight in pairs
         ],
     )
 
 
-def _buffers(model: nn.Module) -> Iterator[_Place]:
-    for name, buffer in model.named_buffers():
-        if buffer.layout == torch.strided:
-            yield _Place(name, buffer, model)
-
-
-def _attributes(model: nn.Module) -> Iterator[_Place]:
-    """Tensors that modules have and torch does not know of."""
+def _other_tensors(model: nn.Module) -> Iterator[_Place]:
+    """Buffers, and tensors in attributes of modules, which torch does not know of."""
+    places = [_Place(name, buffer, model) for name, buffer in model.named_buffers()]
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             is_list_of_torch = isinstance(module, nn.RNNBase) and key == "_flat_weights"
-            if key not in _OWN and not is_list_of_torch:
-                for tensor in _tensors(value):
-                    yield _Place(f"{path}.{key}".removeprefix("."), tensor, module)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if not isinstance(value, Tensor | list | tuple | dict):
-        return []
-    return [tensor for tensor in tensors_of(value) if tensor.layout == torch.strided]
+            if key in _OWN or is_list_of_torch or not isinstance(value, Tensor | list | tuple | dict):
+                continue
+            name = f"{path}.{key}".removeprefix(".")
+            places += [_Place(name, tensor, module) for tensor in tensors_of(value)]
+    return (place for place in places if place.tensor.layout == torch.strided)
 
 
 def _is_left_behind(place: _Place, plan: Plan, model: nn.Module) -> bool:
-    """Of an attribute that is a Parameter object itself: whether the module that owns it gets another object,
-    or is of another stage."""
+    """Return whether the module that owns a Parameter object, which is an attribute of another one too, gets
+    another object, or is of another stage."""
     if plan.tensor > 1 or plan.expert > 1:
         return True
     is_inside = place.module is not model and any(p is place.tensor for p in place.module.parameters())
@@ -95,7 +82,7 @@ def _is_left_behind(place: _Place, plan: Plan, model: nn.Module) -> bool:
 
 
 def _moves(weight: Tensor, plan: Plan, device: torch.device | None, dtype: torch.dtype) -> bool:
-    """Whether a weight gets other memory than it has, now or in a step."""
+    """Return whether a weight gets other memory than it has, now or in a step."""
     is_converted = (
         device is None or weight.device != device or (weight.is_floating_point() and weight.dtype != dtype)
     )

@@ -172,7 +172,7 @@ class AbsentAttributeError(UserError, AttributeError):
 
 @final
 class AbsentReads(StepObserver):
-    """What was read of modules that this rank does not run."""
+    """Reads of attributes of modules that this rank does not run."""
 
     def __init__(self, plan: Plan, inside: Inside) -> None:
         self._plan, self.inside = plan, inside
@@ -180,7 +180,7 @@ class AbsentReads(StepObserver):
         self._is_first = True  # no step was decided on yet
 
     def read(self, module: nn.Module, attribute: str, value: Any) -> Any:
-        """Somebody reads something that is not here, but a value of before; returns what to go on with."""
+        """Note, or refuse, a read of what is not here; return the value of before, or zero, to go on with."""
         error = self.error(module, attribute)
         if not self._is_first:
             raise error
@@ -230,7 +230,7 @@ class AbsentModule:
         return value if _leaves_nothing(self) or not reads.inside else reads.read(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What is no plain attribute: a parameter, a buffer, a module, or nothing."""
+        """Read what is no plain attribute: a parameter, a buffer, a module, or nothing."""
         reads: AbsentReads = object.__getattribute__(self, "_echelon_reads")
         try:
             value = super().__getattr__(name)  # type: ignore[misc]
@@ -243,7 +243,7 @@ class AbsentModule:
         return reads.read(self, name, None)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the module's own class."""
+        """Copy it as a module of its own class."""
         reduced: Any = super().__reduce_ex__(protocol)
         _, arguments, *state = reduced
         kinds = tuple(type(self).__mro__[2] if each is type(self) else each for each in arguments)
@@ -269,8 +269,8 @@ def _make(kind: type, *arguments: Any) -> Any:
 
 
 def _leaves_nothing(module: object) -> bool:
-    """Whether its class is torch's or echelon's own: the forward of these leaves no result in an attribute,
-    and the engine reads what there is."""
+    """Return whether its class is torch's or echelon's own: the forward of these leaves no result in an
+    attribute, and the engine reads what there is."""
     return type(module).__mro__[2].__module__.startswith(("torch.", "echelon."))
 
 

@@ -1,4 +1,4 @@
-"""What a model was after a step, compared with what it is before the next: structure and weights.
+"""Snapshots of a model, taken after a step and compared before the next: its structure and its weights.
 
 A snapshot reads Python objects, and no value of a tensor. Two are compared in each step; names are searched
 only where they differ.
@@ -16,7 +16,6 @@ from torch.nn.modules import module as torch_module
 from echelon.errors import UserError
 from echelon.nn.wrapping import is_wrapped
 from echelon.parallel.data.zero.weight_access import FreedParameter
-from echelon.plan import Plan
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -24,7 +23,7 @@ _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS
 
 
 class Snapshot(NamedTuple):
-    """Of all modules, in one row each: what is empty in most of them costs little."""
+    """All modules, in one row each: what is empty in most of them costs little."""
 
     children: list[nn.Module | None]
     parameters: list[int]  # ids
@@ -42,7 +41,7 @@ class _Details(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What of which module was changed, in words."""
+    """A change of a module, in words."""
 
     kind: str  # a field of Snapshot, or "weight hooks", which only ranks with the weight can have
     text: str
@@ -99,7 +98,7 @@ class Structure:
         )
 
     def _hooked(self) -> Iterator[tuple[str, list[int]]]:
-        """Each owner of hooks, with their numbers."""
+        """Yield each owner of hooks, with their numbers."""
         yield "all modules (torch.nn.modules.module)", [*chain.from_iterable(_GLOBAL_HOOKS)]
         with torch._C.DisableTorchFunctionSubclass():
             for module, name in self._names.items():
@@ -144,12 +143,12 @@ class Structure:
 
 
 def _filled(name: str, owners: Iterable[object]) -> Iterator[Mapping[Any, Any]]:
-    """The dicts of this name that are not empty."""
+    """Return the dicts of this name that are not empty."""
     return filter(None, map(attrgetter(name), owners))
 
 
 def _contents(name: str, modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """What modules have in the dicts of this name, in one row."""
+    """Return what modules have in the dicts of this name, in one row."""
     return chain.from_iterable(each.values() for each in _filled(name, modules))
 
 
@@ -174,14 +173,8 @@ def _is_wrapper(forward: object) -> bool:
 # masters, twins in host memory) takes the new values: masters those of elements that are others now.
 
 
-def needs_idle(plan: Plan) -> bool:
-    """Return whether anything beside the model's own parameters follows from their values."""
-    is_low = plan.precision not in ("fp32", "fp64")
-    return plan.ranks > 1 or is_low or bool(plan.offload) or not plan.flushes
-
-
 class _State(NamedTuple):
-    """Of each weight that is whole between steps."""
+    """Versions and addresses of the weights that are whole between steps."""
 
     versions: list[int]
     addresses: list[int]
@@ -197,8 +190,8 @@ class WeightWatch:
         self.record()
 
     def record(self) -> None:
-        """Take the weights of now for those that the engine has made. Those that come and go, or are on
-        their way, are their owners' to watch."""
+        """Take the weights of now for those that the engine has made. What moves a weight between steps
+        watches it."""
         self._whole = {n: p for n, p in self._parameters.items() if p.__class__ is not FreedParameter}
         self._state = self._read()
 

@@ -14,15 +14,15 @@ script; where what they did by hand differs, the sums of the step show it, and n
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
+import torch
 from torch import nn
 
 from echelon.collectives.fingerprint import fingerprint
 from echelon.collectives.mesh import Mesh
-from echelon.engine.watch.optimizer import OptimizerWatch
 from echelon.engine.watch.outside import Inside
-from echelon.engine.watch.snapshots import Structure, WeightWatch, needs_idle
+from echelon.engine.watch.snapshots import Structure, WeightWatch
 from echelon.errors import UserError
 from echelon.parallel.data.batch_norm import check_worker_norms
 from echelon.parallel.data.sharing import Problem
@@ -30,6 +30,10 @@ from echelon.parallel.data.zero.weight_access import Idle
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
+from echelon.update.optim.local import FirstStates
+from echelon.update.optim.needs import inner_optimizers, need_of
+from echelon.update.precision.optimizer_call import has_step_hooks
+from echelon.update.precision.stepper import has_other_step
 from echelon.update.update import Update
 
 _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
@@ -37,7 +41,7 @@ _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
 
 @final
 class Watch:
-    """Of one engine; `step` is around each of its steps, `own_work` around what else it does."""
+    """Watches one engine: `step` is around each of its steps, `own_work` around what else it does."""
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class Watch:
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Around what else reads or changes weights: a load, or a look at the newest. What the user has
+        """Around what else reads or changes weights: a load, or an evaluation. What the user has
         changed before is seen; whether all ranks have changed the same, the next step compares."""
         if self.inside:
             yield
@@ -109,7 +113,7 @@ class Watch:
                 raise
 
     def forget(self) -> None:
-        """All weights are others now, by a load: what the user has changed is gone."""
+        """Drop what the user has changed: a load has replaced all weights."""
         self._changed.clear()
 
     def close(self) -> None:
@@ -163,7 +167,7 @@ class Watch:
 
     @property
     def _decides_alone(self) -> bool:
-        """Whether other ranks see the same, or nobody can wait for them before the update."""
+        """Return whether other ranks see the same, or this one cannot wait for them before the update."""
         plan = self._plan
         is_flushed = plan.flushes and plan.update == "step"
         return plan.stages == 1 or not is_flushed
@@ -194,24 +198,116 @@ class Watch:
 
 
 def _digest(changed: Mapping[str, nn.Parameter], modes: list[bool]) -> int:
-    """A number of all that was done by hand; reads the weights that were changed."""
+    """Return a number of all that was done by hand; reads the weights that were changed."""
     values = [(name, fingerprint(parameter)) for name, parameter in sorted(changed.items())]
     return 1 + zlib.crc32(repr((values, modes)).encode()) % (_DIGESTS - 1)
+
+
+# The user's optimizer: the same parameters, and no call that updates them by hand.
+
+
+@final
+class OptimizerWatch:
+    """Compares the groups of an optimizer, and refuses its `step` outside of the engine's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, inside: Inside) -> None:
+        self._optimizer, self._plan, self._inside = optimizer, plan, inside
+        self._handles: list[Any] = []
+        self._state = optimizer.state
+        if not updates_itself(plan):
+            for each in dict.fromkeys([optimizer, *inner_optimizers(optimizer)]):
+                if hasattr(each, "_optimizer_step_pre_hooks"):
+                    self._handles.append(each.register_step_pre_hook(self._refuse_call))
+        self.record()
+
+    def record(self) -> None:
+        self._groups = self._read()
+
+    def check(self) -> None:
+        check_coupling(self._optimizer, self._plan)
+        if self.is_changed:
+            raise UserError(
+                f"the parameters of the optimizer's groups were changed since parallelize or the last step: "
+                f"plan '{self._plan}' has put parts, masters or copies in their place, and knows no others; "
+                "give all groups to the optimizer in the function that parallelize calls"
+            )
+        if isinstance(self._state, FirstStates) and self._optimizer.state is not self._state:
+            raise UserError(
+                f"optimizer.state was replaced by hand: with plan '{self._plan}' parts, masters or copies "
+                "have their state in the one of before, and an update may have been under way; change that "
+                "one (optimizer.state.clear(), optimizer.state.values()), or call optimizer.load_state_dict"
+            )
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether its groups have other parameters."""
+        return self._read() != self._groups
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _read(self) -> list[list[int]]:
+        groups: Sequence[dict[str, Any]] = self._optimizer.param_groups
+        return [list(map(id, group["params"])) for group in groups]
+
+    def _refuse_call(self, *_: object) -> None:
+        if not self._inside:
+            raise UserError(
+                f"optimizer.step() outside of engine.step(): with plan '{self._plan}' gradients are summed "
+                "over ranks, scaled and brought to what the optimizer updates in engine.step(batch) alone, "
+                "which makes the update too; drop backward() and optimizer.step() from the loop"
+            )
+
+
+def check_coupling(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer whose update of one parameter may depend on others, where a rank has not all of
+    them: one with hooks or another `step`, unless it says what it needs, or one that says nothing."""
+    if not (plan.zero or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1):
+        return
+    name = type(optimizer).__name__
+    for each in dict.fromkeys([optimizer, *inner_optimizers(optimizer)]):
+        says = getattr(each, "needs", None) is not None and not hasattr(each, "optimizers")
+        if not says and (has_other_step(each) or has_step_hooks(each)):
+            way = "a replaced step()" if has_other_step(each) else "a step hook"
+            raise UserError(
+                f"optimizer {name} with plan '{plan}' has {way}: it may look at all parameters at once, as a "
+                "clip of their norm does, and a rank has a part of them; clip with parallelize(clip=…), drop "
+                'it, or, if it looks at no more than single elements, set optimizer.needs = "element"'
+            )
+    if plan.stages > 1 and need_of(optimizer) is None:
+        raise UserError(
+            f"optimizer {name} with plan '{plan}': nobody knows whether it looks at several parameters at "
+            'once, and a rank has those of its own stage; set `needs = "element"` or `needs = "whole"` on '
+            "its class if it looks at one parameter at a time, or use pipeline=1"
+        )
 
 
 # What each plan allows between steps.
 
 
 def calls_as_one_device(plan: Plan) -> bool:
-    """Whether a step calls the model's own forward once, with the whole batch, and nothing is computed twice:
-    then a hook or another forward does what it does without an engine."""
+    """Return whether a step calls the model's own forward once, with the whole batch, and nothing is computed
+    twice: then a hook or another forward does what it does without an engine."""
     is_one = plan.ranks == 1 and plan.microbatches == 1 and plan.stages == 1
     is_plain = plan.recompute == "none" and plan.compress == "none" and not plan.compile
     return is_one and is_plain and not plan.offload and plan.update == "step"
 
 
+def needs_idle(plan: Plan) -> bool:
+    """Return whether anything beside the model's own parameters follows from their values."""
+    is_low = plan.precision not in ("fp32", "fp64")
+    return plan.ranks > 1 or is_low or bool(plan.offload) or not plan.flushes
+
+
+def updates_itself(plan: Plan) -> bool:
+    """Return whether `optimizer.step()` by hand is the update of one device: the optimizer has all of the
+    model's own parameters, and their gradients are those of the batch."""
+    return not needs_idle(plan) and plan.update == "step"
+
+
 def lost_gradient(plan: Plan) -> str | None:
-    """What to tell those who use a gradient after a step, where it is not there whole."""
+    """Return what to tell users of a gradient after a step, where no rank has it whole."""
     is_part = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
     is_gone = plan.update != "step" or "parameters" in plan.offload or plan.sync == "async"
     if plan.ranks == 1 and not is_gone:
@@ -227,7 +323,7 @@ def lost_gradient(plan: Plan) -> str | None:
 def changed_weight_error(
     plan: Plan, changed: Sequence[str], split: Sequence[str], *, is_empty: bool
 ) -> str | None:
-    """Why weights that were changed by hand cannot be taken over, if they cannot."""
+    """Say why weights that were changed by hand cannot be taken over, if they cannot."""
     names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     fix = (
         "make the change before parallelize, after engine.close(), or in a checkpoint that engine.load reads"

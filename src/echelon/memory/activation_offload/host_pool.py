@@ -21,8 +21,8 @@ _MOST_LARGER = 1.5  # how many times larger a piece may be than what is asked fo
 
 @final
 class HostPool:
-    """Pieces of host memory. `free_bytes`: what the host has left, asked for each new piece; None if nobody
-    knows."""
+    """Pieces of host memory. `free_bytes`: what the host has left, asked for each new piece; None if it
+    is unknown."""
 
     def __init__(self, boundary: HostBoundary, free_bytes: Callable[[], int | None]) -> None:
         self._boundary, self._free_bytes = boundary, free_bytes

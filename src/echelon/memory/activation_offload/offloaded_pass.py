@@ -140,7 +140,8 @@ class OffloadedPass:
 
     def value_of(self, storage: OffloadedStorage, number: int) -> Tensor:
         """Return the bytes of a storage for the backward pass of layer `number`, and fetch ahead."""
-        # Autograd runs some nodes of a layer after the first of the next one: these do not turn it round.
+        # Autograd runs some nodes of a layer after the first of the next one: these do not move the position
+        # back.
         is_straggler = self._position is not None and number == self._position + 1
         if number != self._position and not is_straggler and number < len(self._groups):
             self._advance_to(number)

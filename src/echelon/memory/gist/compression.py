@@ -29,7 +29,7 @@ class Memory:
         self._reference = storage._weak_ref()
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the values of a tensor at this address are still those."""
+        """Return whether the values of a tensor at this address are still those."""
         return self._version == tensor._version
 
     def __del__(self) -> None:
@@ -58,9 +58,9 @@ class ZeroMarks:
 
 
 class Maker:
-    """Who may write an encoding."""
+    """Writes an encoding, if its last one was read."""
 
-    is_read = False  # whether somebody has saved its last output
+    is_read = False  # whether its last output was saved
 
 
 @final
@@ -77,7 +77,7 @@ class Fresh:
     def show(self, output: Tensor, maker: Maker, parts: Parts | None) -> None:
         """`parts`: its encoding, where one was written."""
         if self._maker is not None:
-            self._maker.is_read = False  # nobody has asked for the one before
+            self._maker.is_read = False  # the one before was not read
         self._memory, self._maker, self._parts = Memory(output), maker, parts
         self._num = output.numel()
         self._output = None if parts is None else ref(output, self._forget)
@@ -119,7 +119,7 @@ class Compression:
 
 
 def is_encoded(tensor: Tensor) -> bool:
-    """Whether a tensor is large enough, and a plain one of real numbers."""
+    """Return whether a tensor is large enough, and a plain one of real numbers."""
     smallest = SMALLEST["cpu"] if tensor.is_cpu else SMALLEST["cuda"]
     if tensor.nbytes < smallest or type(tensor) is not Tensor or not tensor.is_floating_point():
         return False

@@ -41,7 +41,7 @@ def relu(x: Tensor, compression: Compression, *, inplace: bool = False, maker: M
 
 
 class _Encoding:
-    """What a ReLU writes along with its output."""
+    """The encoding that a ReLU writes along with its output."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -55,7 +55,7 @@ def _written_format(x: Tensor, compression: Compression) -> str | None:
 
 
 class Window(NamedTuple):
-    """Of a max_pool2d; each as (height, width)."""
+    """The window of a max_pool2d; each field as (height, width)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -77,7 +77,7 @@ class Window(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a place in the window."""
+        """Bits of a place in the window."""
         return 4 if self.kernel[0] * self.kernel[1] <= 16 else 8
 
 
@@ -113,7 +113,7 @@ def avg_pool2d(x: Tensor, module: nn.AvgPool2d, compression: Compression) -> Ten
 
 
 def _applies(x: Tensor) -> bool:
-    """Whether autograd would save something that is large."""
+    """Return whether autograd would save something that is large."""
     return x.requires_grad and torch.is_grad_enabled() and not is_off() and is_encoded(x)
 
 
@@ -198,7 +198,7 @@ class CompressedModule(Wrapper, Maker):
 
 
 def can_compress(module: nn.Module) -> bool:
-    """Whether it is called as torch's own."""
+    """Return whether it is called as torch's own."""
     kind = next((kind for kind in (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d) if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or replaced_forward(module) is not None:
         return False

@@ -112,7 +112,7 @@ def _relu_mask_and_fp8(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _sizes(value):  # type: ignore[no-untyped-def]
-    """Of what counts for the scale of a block: infinity and NaN do not."""
+    """Return the sizes that count for the scale of a block: infinity and NaN do not."""
     size = tl.abs(value)
     return tl.where(size <= 3.4028234663852886e38, size, 0.0)
 
@@ -135,7 +135,7 @@ def _codes_of_fp8(value, shift):  # type: ignore[no-untyped-def]
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     small = ((tl.abs(scaled) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
-    # Of which sign NaN is, nobody asks.
+    # The sign of NaN has no meaning.
     return tl.where(is_nan, 0x7F, code)
 
 
@@ -231,7 +231,7 @@ def _shape(window: "Window", size: torch.Size) -> tuple[int, ...]:
 
 
 def encode_floats(dense: Tensor, name: str) -> Parts:
-    """Of the elements of a tensor without gaps, as they lie in memory."""
+    """Encode the elements of a tensor without gaps, as they lie in memory."""
     num = dense.numel()
     parts = _empty_parts(num, name, dense.device)
     if name == "fp16":

@@ -1,6 +1,6 @@
 """Launches of Triton kernels, without most of what the host does for each.
 
-Triton looks at all arguments in every launch, to choose among the kernels that it has compiled for them. Here
+Triton inspects all arguments in every launch, to choose among the kernels that it has compiled for them. Here
 it does so once for arguments of one kind: later launches go straight to the compiled kernel.
 """
 

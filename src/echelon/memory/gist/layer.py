@@ -3,7 +3,7 @@
     forward     x ── linear ──          autograd saves x: it gets what x is encoded to
     backward    linear asks for x:      decoded, used, and gone
 
-What is left as it is: weights and buffers, inputs that need no gradient (whoever gave them holds them),
+What is left as it is: weights and buffers, inputs that need no gradient (their giver holds them),
 integers, what is small, and what must not be rounded (statistics.py). Memory that several operations save is
 encoded once.
 """
@@ -76,8 +76,9 @@ class CompressedLayer(Wrapper):
         return self.__dict__ | {"_compression": None}
 
     def _held(self, inputs: list[Tensor]) -> dict[int, list[Tensor]]:
-        """What others hold, by storage: buffers, and inputs without gradients. An input with gradients may
-        have a part of the same storage, as one message of a pipeline has all inputs of a stage."""
+        """Return tensors that others hold, by storage: buffers, and inputs without gradients. An input with
+        gradients may have a part of the same storage, as one message of a pipeline has all inputs of a
+        stage."""
         tensors = [each for each in inputs if not each.requires_grad]
         for module in self._with_buffers:
             tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
@@ -95,12 +96,12 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _most_numbers(inputs: list[Tensor]) -> int:
-    """Of the largest input of real numbers."""
+    """Return the number of elements of the largest floating-point input."""
     return max((each.numel() for each in inputs if each.is_floating_point()), default=0)
 
 
 class _Encoding(NamedTuple):
-    """What is kept in place of some memory."""
+    """Encoded elements of some memory."""
 
     parts: tuple[KeptTensor, ...]
     name: str  # of a format, or _SPARSE
@@ -117,7 +118,7 @@ _SPARSE = "sparse"
 
 
 class _Encoded(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """Held by autograd in place of a tensor."""
 
     encoding: _Encoding
     layout: Layout
@@ -128,8 +129,8 @@ class _Encoded(NamedTuple):
 
 @final
 class Saver:
-    """What one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as a model
-    of tokens, and the largest tensor that it has saved counts."""
+    """Encodes what one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as
+    a model of tokens, and the largest tensor that it has saved counts."""
 
     def __init__(
         self, compression: Compression, held: Mapping[int, Sequence[Tensor]], num_inputs: int
@@ -172,7 +173,7 @@ class Saver:
         return _Encoded(encoding, layout)
 
     def _is_exact(self, tensor: Tensor, address: int) -> bool:
-        """Whether these numbers must not be rounded."""
+        """Return whether these numbers must not be rounded."""
         if self._compression.format is None or address in self._exact:
             return address in self._exact
         if is_power(tensor):
@@ -213,12 +214,12 @@ _OPERATIONS: Final = ("SoftmaxBackward", "LogsumexpBackward", "LogcumsumexpBackw
 
 
 def is_few(tensor: Tensor, num: int) -> bool:
-    """Whether the memory of a tensor is small beside `num` numbers."""
+    """Return whether the memory of a tensor is small beside `num` numbers."""
     return FEWER * tensor.untyped_storage().nbytes() <= num * tensor.element_size()
 
 
 def is_power(tensor: Tensor) -> bool:
-    """Whether the operation that made a tensor computes with its result again."""
+    """Return whether the operation that made a tensor computes with its result again."""
     made_by = tensor.grad_fn
     return made_by is not None and _is_listed(made_by.name())
 

@@ -47,7 +47,7 @@ class StageCosts(NamedTuple):
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there whatever is chosen."""
+        """Bytes that are kept whatever is chosen."""
         between_halves = self.waiting * sum(layer.saved for layer in self.layers)
         return between_halves + (self.in_flight + self.waiting) * self.outside
 
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 
 def evaluate(stages: Sequence[StageCosts], segments: Sequence[Segments]) -> Choice:
-    """What a choice takes and costs."""
+    """Return a choice with its seconds and its peak of bytes."""
     kept = [_kept_bytes(stage.layers, chosen) for stage, chosen in zip(stages, segments, strict=True)]
     forward = sum(stage.in_flight * sum(each) for stage, each in zip(stages, kept, strict=True))
     forward += sum(stage.fixed_bytes for stage in stages)
@@ -77,7 +77,7 @@ def evaluate(stages: Sequence[StageCosts], segments: Sequence[Segments]) -> Choi
 
 
 def recomputed_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
-    """What a segment takes beside its input when it has been computed again."""
+    """Return the bytes of a segment, beside its input, when it has been computed again."""
     inside = sum(layer.saved for layer in layers[begin:end])
     return inside - layers[begin].reused - sum(layer.shared for layer in layers[begin + 1 : end])
 
@@ -102,7 +102,7 @@ def _cut(layers: Sequence[LayerCost], length: int) -> Iterator[tuple[int, int]]:
 
 
 def _kept_bytes(layers: Sequence[LayerCost], segments: Segments) -> list[int]:
-    """What one microbatch keeps of each layer from its forward to its backward pass."""
+    """Return the bytes that one microbatch keeps of each layer from its forward to its backward pass."""
     kept: list[int] = []
     first_of = {index: begin for begin, end in segments for index in range(begin, end)}
     for index, layer in enumerate(layers):
@@ -176,7 +176,8 @@ class _Problem(NamedTuple):
         return cls(stages, layers, in_flight, last, seconds, recomputed, budget, passed, most)
 
     def room(self, limit: int, kept: _Integers) -> _Floats:
-        """What a segment may take when it is computed again, if `kept` bytes are kept up to its input."""
+        """Return how much a segment may take when it is computed again, if `kept` bytes are kept up to its
+        input."""
         return np.asarray(self.budget - limit + self.passed * (limit - kept), dtype=np.float64)
 
 
@@ -205,7 +206,7 @@ class _Labels:
         return self.seconds[layer, is_kept, columns], self.kept[layer, is_kept, columns], numbers
 
     def at(self, layer: int) -> tuple[_Floats, _Integers, _Integers]:
-        """Those of both kinds: in each level, of the faster."""
+        """Return the labels of both kinds: in each level, the faster."""
         return self.of_kind(layer, self.seconds[layer].argmin(axis=0))
 
     def by_level(
@@ -305,7 +306,7 @@ def _last_end(problem: _Problem, begin: int) -> int:
 
 
 def _choices(problem: _Problem, labels: _Labels) -> Iterator[Choice]:
-    """What the labels of the last layer stand for, the fastest first."""
+    """Return the choices of the last layer's labels, the fastest first."""
     seconds, _, numbers = labels.at(len(problem.layers))
     for level in np.argsort(seconds, kind="stable"):
         if np.isfinite(seconds[level]):

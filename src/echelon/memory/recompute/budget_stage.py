@@ -34,7 +34,7 @@ Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage 
 
 
 class BudgetSettings(NamedTuple):
-    """What a plan says about a budget. `agree_shapes`: as `agree`, of ranks that have microbatches of
+    """The budget of a plan. `agree_shapes`: as `agree`, of ranks that have microbatches of
     their own; None where no such ranks communicate inside of layers. `longest`: how many layers a segment
     may have."""
 
@@ -45,7 +45,7 @@ class BudgetSettings(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """What a measured forward pass has shown."""
+    """The measurements of one forward pass."""
 
     shapes: Shapes
     layers: list[LayerMeasurement]
@@ -124,7 +124,7 @@ class BudgetedStage(LayerRuns):
             output = self._call_in(run, layer, args, kwargs)
         run.watch = None
         measurement.returned(output)
-        if place == len(measured.layers):  # and not out of turn
+        if place == len(measured.layers):  # and not out of order
             measured.layers.append(measurement)
             begin = place if is_new else measured.segments.pop()[0]
             measured.segments.append((begin, place + 1))
@@ -133,8 +133,9 @@ class BudgetedStage(LayerRuns):
         return output
 
     def _goes_on(self, measured: StagePass, place: int) -> bool:
-        """Whether a layer belongs to the segment before it: segments of single layers would keep too many
-        inputs, and this one does not yet save half of the budget. Later layers are mostly as the last."""
+        """Return whether a layer belongs to the segment before it: segments of single layers would keep too
+        many inputs, and this one does not yet save half of the budget. Later layers are mostly as the
+        last."""
         if not measured.segments or measured.segments[-1][1] != place:
             return False
         begin, _ = measured.segments[-1]
@@ -179,7 +180,8 @@ class BudgetedStage(LayerRuns):
         self.measured.clear()
 
     def costs(self, measured: StagePass) -> StageCosts:
-        """What ranks that run the same segments have measured, the largest of each."""
+        """Return the costs of a stage: of each, the largest that ranks which run the same segments have
+        measured."""
         layers = measured.layers
         previous = [None, *layers]
         costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
@@ -199,8 +201,8 @@ class BudgetedStage(LayerRuns):
 
 
 def _outside_bytes(saved: SavedBytes, elsewhere: Sequence[Mapping[int, LayerInput]]) -> int:
-    """What code around the layers saves, and what it hands to them: the same memory counts once, and every
-    copy that is kept of an input."""
+    """Return the bytes that code around the layers saves, or passes to them: the same memory counts once, and
+    every copy that is kept of an input."""
     inputs = [item for each in elsewhere for item in each.items()]
     alive = saved.storages | {key: each.kept_bytes for key, each in inputs if each.keeps_memory}
     return sum(alive.values()) + sum(each.kept_bytes for _, each in inputs if not each.keeps_memory)
@@ -216,7 +218,7 @@ def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCo
 
 
 def _numbers(cost: LayerCost) -> list[float]:
-    """Those that are the worse the larger they are."""
+    """Return the numbers of a cost so that larger is worse."""
     return [cost.saved, cost.input, cost.seconds, -cost.reused, -cost.shared]
 
 

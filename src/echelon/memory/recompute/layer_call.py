@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @final
 class Outputs:
-    """What a layer has returned, without keeping it alive."""
+    """The tensors that a layer has returned, without keeping them alive."""
 
     def __init__(self, output: Any) -> None:
         tensors = [(n, t) for n, t in enumerate(tree_leaves(output)) if isinstance(t, Tensor)]
@@ -69,7 +69,7 @@ class _SavedInput(NamedTuple):
 
 @final
 class Arguments:
-    """Those of one call. `keep` is called after the first run, and `rebuild` before the second.
+    """The arguments of one call. `keep` is called after the first run, and `rebuild` before the second.
 
     `changed`: the arguments that the layer changes in place, of which copies are taken before it does; None
     where that is not known yet.
@@ -166,7 +166,7 @@ class _Before(NamedTuple):
 
 
 class BuffersBefore(NamedTuple):
-    """Those of a layer before a call. `changing`: those that calls of this mode change; None in the first."""
+    """Buffers of a layer before a call. `changing`: those that this mode changes; None in its first call."""
 
     states: Mapping[Slot, _Before]
     mode: Mode
@@ -240,8 +240,8 @@ def _has_changed(slot: Slot, before: _Before) -> bool:
 
 
 def _unmarked(states: Mapping[Slot, _Before], changed: set[Slot]) -> set[Slot]:
-    """What changed without a mark, as statistics that a forward hands to `batch_norm` itself. What its module
-    holds beside it may have kept its value by chance. Reads the device."""
+    """Return buffers that changed without a new version, as statistics that a forward passes to `batch_norm`
+    itself. Others of the same module may have kept their values by chance. Reads the device."""
     rest = {slot: state for slot, state in states.items() if slot not in changed}
     modules = {slot[0] for slot, state in rest.items() if _has_new_value(state)}
     return {slot for slot in rest if slot[0] in modules}
@@ -255,8 +255,8 @@ def _has_new_value(before: _Before) -> bool:
 
 @final
 class LayerHistory:
-    """What is known of a layer. In its first call, everything that a forward may change is copied before; so
-    it is in the first call of any other mode."""
+    """Learned from earlier calls of a layer. In its first call, everything that a forward may change is
+    copied before; so it is in the first call of any other mode."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.modules, self.name = list(module.modules()), name
@@ -297,6 +297,7 @@ class LayerCall:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         history = self.layer.history
+        # Both before the forward: it may draw random numbers and change buffers.
         self._surroundings = Surroundings(history.modules, self._settings)
         buffers = history.buffers.before(self._mode)
         with self._tape.record():
@@ -331,7 +332,7 @@ class LayerCall:
             yield
 
     def compare(self, output: Any, check: SecondRunCheck) -> bool:
-        """Whether as many tensors were returned; their values are compared at the end of the step."""
+        """Return whether as many tensors were returned; their values are compared at the end of the step."""
         if self._print is None:
             return True
         again = OutputPrint(output)

@@ -1,5 +1,5 @@
-"""What one forward pass through the layers of a stage takes: bytes that autograd saves, bytes of inputs, and
-seconds, layer by layer.
+"""Measures one forward pass through a stage, layer by layer: bytes that autograd saves, bytes of inputs, and
+seconds.
 
 A layer is measured while it runs as one that drops what it saves: `saving` is told of each tensor. Seconds of
 a CUDA device are read when the pass is over, and not in between.
@@ -72,7 +72,7 @@ class LayerMeasurement:
         self._read_seconds = read
 
     def returned(self, output: Any) -> None:
-        """What of the outputs, which the next layer takes, is saved."""
+        """Note the storages of the outputs, which the next layer takes."""
         self.outputs = _storages(tree_leaves(output))
 
     @property
@@ -109,7 +109,7 @@ class LayerMeasurement:
 
 @final
 class SavedBytes:
-    """What autograd saves in other places than layers: around them, and in the loss."""
+    """Bytes that autograd saves outside of layers: around them, and in the loss."""
 
     def __init__(self, excluded: AbstractSet[int] = frozenset()) -> None:
         """`excluded`: storages of weights and buffers, which are no activations."""

@@ -80,7 +80,7 @@ def not_watched() -> Iterator[None]:
 
 
 class _Again(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """Held by autograd in place of a tensor."""
 
     output: Output
     view: View
@@ -91,18 +91,18 @@ class _Again(NamedTuple):
 
 
 class _Memory:
-    """What is in a storage at some time. The weak reference keeps its address from being used again."""
+    """The values of a storage at some time. The weak reference keeps its address from being used again."""
 
     __slots__ = ("_dtype", "_reference", "_version", "kept", "output")
 
     def __init__(self, tensor: Tensor, output: Output | None, kept: KeptTensor | None) -> None:
-        """`output`: of the call that wrote it. `kept`: by somebody, for the backward pass."""
+        """`output`: of the call that wrote it. `kept`: for the backward pass."""
         self._version, self._dtype = tensor._version, tensor.dtype
         self._reference = tensor.untyped_storage()._weak_ref()
         self.output, self.kept = output, kept
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it is that of the tensor, as it is now."""
+        """Return whether it is that of the tensor, as it is now."""
         return self._version == tensor._version and self._dtype == tensor.dtype
 
     def __del__(self) -> None:
@@ -110,7 +110,7 @@ class _Memory:
 
 
 class _Need:
-    """What it takes to repeat a call, for so many bytes that autograd saves."""
+    """The cost of repeating a call, for so many bytes that autograd saves."""
 
     __slots__ = ("cost", "held", "num_bytes")
 
@@ -155,6 +155,7 @@ class _Memo:
         if memory is None or memory.kept is not None or (output := memory.output) is None:
             return self._hold(tensor, memory)
         call = output.call
+        # A product runs again only as an argument of a sum, never for its own output: it is too dear.
         if call.is_product or not (call.is_settled or self._settle(call, _num_bytes(tensor))):
             return self._hold(tensor, memory)
         call.num_waiting += 1
@@ -174,21 +175,22 @@ class _Memo:
         return kept
 
     def _memory(self, tensor: Tensor) -> _Memory | None:
-        """What there is for the memory of a tensor, as it is now."""
+        """Return the entry for the memory of a tensor, as it is now."""
         memory = self._memories.get(tensor.untyped_storage()._cdata)
         return memory if memory is not None and memory.has(tensor) else None
 
     # Which calls can be repeated.
 
     def _settle(self, call: Call, num_bytes: int) -> bool:
-        """Whether to repeat `call` for a saved tensor of so many bytes; what it needs is held then."""
+        """Return whether to repeat `call` for a saved tensor of so many bytes; what it needs is held then."""
         need = _Need(num_bytes)
         if not self._add_call(need, call, 0, in_sum=False):
             return False
-        if 2 * need.num_new_bytes() > num_bytes:
+        if 2 * need.num_new_bytes() > num_bytes:  # a second run for less than half of the bytes
             return False
         for source, tensor, _ in need.held:
             if self._is_freed(tensor):
+                # The backward pass may not find this weight in memory: a copy of a small one is kept.
                 copy = tensor.clone()
                 source.hold_copy(KeptTensor(copy, self._hooks), copy)
             else:
@@ -216,7 +218,7 @@ class _Memo:
         return True
 
     def _add_source(self, need: _Need, source: Source, depth: int, *, in_sum: bool) -> bool:
-        """An argument is kept by somebody else, or small, or made again, or held for this alone."""
+        """An argument is kept anyway, or small, or made again, or held for this alone."""
         is_small, made_by = source.num_bytes * _SMALL <= need.num_bytes, source.made_by
         if (tensor := source.tensor) is not None:
             if self._is_freed(tensor):
@@ -235,7 +237,7 @@ class _Memo:
         return tensor is not None and need.hold(source, tensor, source.num_bytes)
 
     def _note_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight; or a view of one, where weights are freed."""
+        """Return whether a tensor is a weight; or a view of one, where weights are freed."""
         kind = type(tensor)
         if not self._frees_weights:
             return kind is not Tensor and issubclass(kind, nn.Parameter)
@@ -245,7 +247,7 @@ class _Memo:
         return is_weight
 
     def _is_freed(self, tensor: Tensor) -> bool:
-        """Whether it is a weight that the backward pass may not find in memory."""
+        """Return whether it is a weight that the backward pass may not find in memory."""
         return self._frees_weights and _address(tensor) in self._weights
 
     # What the forward pass does.
@@ -278,7 +280,7 @@ class _Memo:
                 self._memories[_address(output)] = _Memory(output, Output(call, number), None)
 
     def _stand_in(self, leaf: Any, sources: list[Source]) -> Any:
-        """What stands for an argument; sources are listed too."""
+        """Return the replacement of an argument in a call; append its sources."""
         kind = type(leaf)
         if kind is tuple or kind is list:
             return kind([self._stand_in(item, sources) for item in leaf])
@@ -322,6 +324,9 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if way is Way.STRAIGHT or torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        # A dispatch mode sees every operation inside, and takes microseconds for each: only functions whose
+        # way is not known need it. So do all under autocast, which casts arguments below this mode: what runs
+        # again are the operations on what was cast.
         if way is None or not args or is_autocast() or "out" in kwargs:
             with nullcontext() if drops_nothing(func, kwargs) else self._recorder:
                 return func(*args, **kwargs)
@@ -360,7 +365,7 @@ class _SpecialTensorError(Exception):
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """What it takes to keep a tensor: no more than its storage, of which it may repeat elements."""
+    """Return the bytes of keeping a tensor: no more than its storage, of which it may repeat elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
 
 

@@ -44,7 +44,7 @@ class Output(NamedTuple):
 
 
 class Source:
-    """An argument. It keeps nothing alive, until somebody keeps the tensor for it."""
+    """An argument. It keeps nothing alive, until the tensor is kept for it."""
 
     __slots__ = ("_tensor", "_version", "_view", "kept", "made_by", "num_bytes")
 
@@ -71,7 +71,7 @@ class Source:
     def value(self) -> Tensor:
         if self.kept is not None:
             return self._view.take(self.kept.take())
-        assert self.made_by is not None, "an argument that nobody keeps"
+        assert self.made_by is not None, "an argument that is not kept"
         return self._view.take(self.made_by.value())
 
 
@@ -110,9 +110,9 @@ class Call:
         """`args` and `kwargs` have sources in place of tensors. `cost`: of a product."""
         self.function, self._args, self._kwargs, self.sources = function, args, kwargs, sources
         self.is_product = cost is not None
-        # In bytes that memory moves meanwhile. Whoever makes this adds the bytes of the outputs.
+        # In bytes that memory moves meanwhile. The caller adds the bytes of the outputs.
         self.cost = sum([source.num_bytes for source in sources]) if cost is None else cost
-        self.runs_again: bool | None = None  # of a product: whether it may, if somebody has asked
+        self.runs_again: bool | None = None  # of a product: whether it may; None: not yet asked
         self.is_settled = False  # whether all that it needs is kept
         self.num_waiting = 0  # saved tensors that were not asked for yet
         self._values: tuple[Any, ...] | None = None
@@ -145,7 +145,7 @@ def _value(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What the arguments of an operation consist of: lists, and dicts of keywords."""
+    """Return the leaves of the arguments of an operation: of lists, and of dicts of keywords."""
     if type(tree) is dict:
         tree = list(tree.values())
     if type(tree) is tuple or type(tree) is list:

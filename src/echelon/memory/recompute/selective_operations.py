@@ -44,7 +44,7 @@ class Kind(Enum):
 
 @cache
 def kind_of(operation: Any) -> Kind:
-    """Of an operator of torch, as a dispatch mode sees it."""
+    """Return the kind of an operator of torch, as a dispatch mode sees it."""
     if operation._schema.is_mutable:
         return Kind.WRITES
     is_view = any(result.alias_info is not None for result in operation._schema.returns)
@@ -62,7 +62,7 @@ def repeatable(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-# Functions, as a function mode sees them: most models call few, and these need no look inside.
+# Functions, as a function mode sees them: most models call few, and these need not be watched inside.
 
 
 def _functions(names: str) -> set[Callable[..., Any]]:
@@ -110,7 +110,7 @@ WAYS: dict[Any, Way] = {
 
 
 def is_autocast() -> bool:
-    """Whether functions cast their arguments; operations do so no more."""
+    """Return whether functions cast their arguments; operations do so no more."""
     return torch._C._is_any_autocast_enabled()
 
 
@@ -128,24 +128,25 @@ def without_autocast() -> Iterator[None]:
 
 
 def drops_nothing(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it is a dropout that returns its argument, as in most large models."""
+    """Return whether it is a dropout that returns its argument, as in most large models."""
     return function is F.dropout and (kwargs.get("p") == 0 or kwargs.get("training") is False)
 
 
 def passes_product(function: Callable[..., Any], *, in_sum: bool) -> bool:
-    """Whether a product may run again as an argument of `function`, which is itself that of a sum or not."""
+    """Return whether a product may run again as an argument of `function`, which is itself that of a sum or
+    not."""
     return function in _SUMS or (in_sum and function in _DROPOUTS)
 
 
 def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument, or one that is named."""
+    """Return whether a function changes its first argument, or one that is named."""
     name = getattr(function, "__name__", "")
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return is_in_place or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
 def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the result of a simple function is a tensor, and no view of its first argument."""
+    """Return whether the result of a simple function is a tensor, and no view of its first argument."""
     first = args[0]
     if not isinstance(result, Tensor) or result.layout is not torch.strided:
         return False
@@ -155,7 +156,7 @@ def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def product_cost(function: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> float:
-    """Of a product, in bytes that memory moves meanwhile."""
+    """Return the time of a product, in bytes that memory moves meanwhile."""
     length: int = args[0 if function is F.linear else min(1, len(args) - 1)].shape[-1]
     per_flop = _BYTES_PER_FLOP_16_BIT if output.element_size() == 2 else _BYTES_PER_FLOP
     return 2.0 * output.numel() * length * per_flop.get(output.device.type, 1.0)

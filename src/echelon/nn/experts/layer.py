@@ -49,7 +49,7 @@ class Work:
         return self._result
 
 
-_WORK: ContextVar[Work | None] = ContextVar("echelon.nn.experts.overlap", default=None)
+_WORK: ContextVar[Work | None] = ContextVar("echelon.nn.experts.beside", default=None)
 
 
 @contextmanager

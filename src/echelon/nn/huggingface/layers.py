@@ -5,8 +5,10 @@ their cosines and sines, the mask). Here every layer computes them from the shap
 padding mask and the positions of the batch, if it has any (inputs.py).
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ class LayerInputs:
 
 
 def positions_of(view: View, length: int, device: torch.device) -> Tensor:
-    """Those of the batch, or those of the sequence, [1, length]."""
+    """Return the positions of the batch, or those of the sequence, [1, length]."""
     if POSITIONS in view.shared:
         return padded(view.shared[POSITIONS], length)
     return view.positions(length, device)[None]
@@ -134,9 +136,144 @@ class Head(nn.Module):
 
 
 def modules_outside(layer: nn.Module) -> set[nn.Module]:
-    """The modules that a layer calls and does not hold: those of rotary positions."""
+    """Return the modules that a layer calls and does not hold: those of rotary positions."""
     rotary = layer.inputs.rotary if isinstance(layer, DecoderLayer) else None
     return set() if rotary is None else set(rotary.modules())
+
+
+# Decoder layers whose attention has biases by distance (Bloom, Falcon).
+
+
+class BloomInputs(LayerInputs):
+    """Biases and a mask; no positions."""
+
+    masks_take_positions = False
+
+    def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
+        refuse_shared(self.config, view)
+        biases = _biases("bloom", x, self.config.n_head, view)
+        return {
+            "alibi": biases,
+            "attention_mask": self._mask(x, view),
+            "layer_past": None,
+            "use_cache": False,
+        }
+
+
+class FalconInputs(LayerInputs):
+    """Biases that are a part of the mask, or rotary positions."""
+
+    masks_take_positions = False
+
+    def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
+        refuse_shared(self.config, view)
+        common = {"layer_past": None, "use_cache": False}
+        if self.config.alibi:
+            biases = _biases("falcon", x, self.config.num_attention_heads, view)
+            biases = biases.reshape(x.shape[0], -1, *biases.shape[1:])
+            return common | {"alibi": biases, "attention_mask": self._biased_mask(x, view, biases)}
+        positions = positions_of(view, x.shape[1] * view.stretch, x.device)
+        rotated = self.rotary(x, position_ids=positions)
+        mask = self._mask(x, view, allow_is_causal_skip=False)
+        return common | {"alibi": None, "attention_mask": mask, "position_embeddings": rotated}
+
+    def _biased_mask(self, x: Tensor, view: View, biases: Tensor) -> Tensor:
+        mask, lowest = self._mask(x, view, allow_is_causal_skip=False), torch.finfo(x.dtype).min
+        is_hidden = ~mask if mask.dtype == torch.bool else mask < -1
+        width = self.config.hidden_size // self.config.num_attention_heads
+        return torch.masked_fill(biases / math.sqrt(width), is_hidden, lowest)
+
+
+def refuse_shared(config: Any, view: View) -> None:
+    if view.parts > 1:
+        raise UserError(
+            f"{type(config).__name__} with its sequence over {view.parts} ranks: its attention computes all "
+            "scores itself, and cannot ask other ranks for keys; use context=1"
+        )
+
+
+def _biases(family: str, x: Tensor, heads: int, view: View) -> Tensor:
+    """[batch · heads, 1, keys], as transformers computes them."""
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    length = x.shape[1] * view.stretch
+    keys = torch.ones(x.shape[0], length, dtype=torch.int64, device=x.device)
+    if MASK in view.shared:  # padding is at no distance
+        keys = padded(view.shared[MASK], length)
+    biases: Tensor = modeling.build_alibi_tensor(keys, heads, dtype=x.dtype)
+    return biases
+
+
+# Encoders: every position attends to all others. No layer has a view, so that plans that split a sequence
+# over ranks refuse these models.
+
+Hidden = Tensor | tuple[Tensor, Tensor]  # hidden states, or these and the padding mask
+
+
+class TextEmbedding(nn.Module):
+    """Tokens to hidden states. A padding mask goes on with them, from layer to layer."""
+
+    def __init__(self, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Hidden:
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids=token_type_ids, position_ids=position_ids)
+        return hidden if attention_mask is None else (hidden, attention_mask)
+
+
+class ImageEmbedding(nn.Module):
+    """Images to hidden states, in the type of the weights."""
+
+    def __init__(self, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        hidden: Tensor = self.embeddings(pixel_values.to(next(self.embeddings.parameters()).dtype))
+        return hidden
+
+
+class EncoderLayer(nn.Module):
+    """One encoder layer: hidden states to hidden states."""
+
+    def __init__(self, block: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.block, self.config = block, config
+
+    def forward(self, value: Hidden) -> Hidden:
+        if isinstance(value, Tensor):
+            output: Tensor = self.block(value, attention_mask=None)
+            return output
+        from transformers.masking_utils import create_bidirectional_mask
+
+        x, padding = value
+        # To look whether there is padding would stop the host.
+        mask = create_bidirectional_mask(self.config, x, padding, allow_is_bidirectional_skip=False)
+        return self.block(x, attention_mask=mask), padding
+
+
+class EncoderHead(nn.Module):
+    """Hidden states to what the model returns."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], output: Callable[..., Any], *, takes_first: bool
+    ) -> None:
+        super().__init__()
+        self.chain, self.output, self.takes_first = nn.ModuleList(modules), output, takes_first
+
+    def forward(self, value: Hidden) -> Any:
+        first, *others = self.chain
+        x = first(value if isinstance(value, Tensor) else value[0])
+        x = x[:, 0] if self.takes_first else x
+        for module in others:
+            x = module(x)
+        return self.output(logits=x)
 
 
 # Attention of a transformers model over a sequence that several ranks share: the layer's view attends.
@@ -178,7 +315,7 @@ def _fill(x: Tensor, width: int) -> Tensor:
 
 @contextmanager
 def attention_by_view(config: Any) -> Iterator[None]:
-    """Inside, the layers of a model with this config attend through the view that they are passed."""
+    """Let the layers of a model with this config attend through the view that they are passed."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -217,7 +354,7 @@ def check_shared_sequence(block: Any, config: Any, window: int | None, length: i
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary positions, of all layers or of each kind of them."""
+    """Return the kinds of rotary positions, of all layers or of each kind of them."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return {each["rope_type"] for each in kinds if "rope_type" in each}

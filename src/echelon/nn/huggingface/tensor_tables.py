@@ -213,7 +213,7 @@ _T5 = {
 
 
 def _bloom(config: Any) -> Table:
-    """Nothing more, if it calls all its matrices."""
+    """Refuse a config with which Bloom does not call all its matrices."""
     if config.pretraining_tp > 1 and config.slow_but_exact:
         raise UserError(
             f"tensor: Bloom with pretraining_tp={config.pretraining_tp} and slow_but_exact=True reads the "

@@ -4,7 +4,7 @@ Random values depend on the seed and the name of the tensor, and on nothing else
 which rank computes them, nor on the other tensors of the model.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
 from echelon.nn.batch import tensors_of
-from echelon.nn.huggingface import open_weights
 from echelon.nn.huggingface.modules import initializer
+from echelon.nn.huggingface.weight_layouts import open_weights
 from echelon.nn.initialization.tape import Tape, Window, key_of, on_meta, recording
 from echelon.state.ownership import Slice
+from echelon.state.weight_files import WeightFolder
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,8 +38,8 @@ _recordings: "WeakKeyDictionary[nn.Module, _Recording]" = WeakKeyDictionary()
 
 
 def deferred(build: Callable[[], Model]) -> Model:
-    """The model that `build` returns, without memory for its weights: `parallelize` gives each rank the part
-    that it needs, with the initial values that `build` gives them.
+    """Build a model without memory for its weights: `parallelize` gives each rank the part that it needs,
+    with the initial values that `build` gives them.
 
     model = echelon.deferred(lambda: Llama(config))
 
@@ -67,16 +68,21 @@ def deferred(build: Callable[[], Model]) -> Model:
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether tensors of the model are on the meta device, where they have no values."""
+    """Return True if tensors of the model are on the meta device, where they have no values."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @final
-class InitialValues:
-    """A WeightSource: what a model's tensors start with. Knows them as they are now, so make it first."""
+class WeightSource:
+    """The first values of a model's tensors, by their names: from files, or as the model begins.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
+    Nothing is read or computed before it is asked for. It knows the model as it is now, so make it first.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, files: WeightFolder | None = None) -> None:
+        """`device` is where values are computed."""
+        self._device, self._files = device, files
+        self._in_files = set() if files is None else {*files.names(), *files.ties}
         recording = _recordings.get(model)
         if recording is None:
             _refuse_parts(model)
@@ -98,34 +104,48 @@ class InitialValues:
                     self._unknown[name] = "is drawn by a generator of its own; leave generator= out"
         self._unknown |= dict(_hidden_tensors(model))
 
+    @classmethod
+    def open(cls, model: nn.Module, folder: str | Path | None, device: torch.device) -> "WeightSource":
+        """Make the source of a model's weights, and raise if some of them are not known."""
+        files = None if folder is None else open_weights(folder, model)
+        if files is not None:
+            files.check()
+        source = cls(model, device, files)
+        raise_errors("the initial values of the model", source.errors())
+        return source
+
     def describe(self) -> Iterator[str]:
-        """How values come about, for ranks to compare."""
+        """Say where values come from, in lines that must be the same on every rank."""
         if self._device.type == "cuda":  # other GPUs draw other numbers
             yield f"initial values on {torch.cuda.get_device_name(self._device)}"
         yield from self._tape.describe()
+        yield from () if self._files is None else self._files.describe()
 
     def constants(self) -> list[Tensor]:
-        """What has values already, which need not be the same on every rank."""
+        """List the values that are on this rank already; rank 0's count."""
         named = (tensor for tensor in self._tensors.values() if isinstance(tensor, Tensor))
         return [*named, *self._tape.constants()]
 
     def first_name(self, name: str) -> str:
-        """The first name of the same tensor."""
+        """Return the first name of a tensor that has several."""
         known = self._tensors[name]
         if isinstance(known, Window):
             return next(other for other, tensor in self._tensors.items() if tensor == known)
-        return next(n for n, t in self._tensors.items() if isinstance(t, Tensor) and is_same_memory(t, known))
+        return next(n for n, t in self._tensors.items() if isinstance(t, Tensor) and t.is_set_to(known))
 
-    def errors(self, but: Collection[str] = ()) -> list[str]:
-        """Of the tensors whose values are not known; those of `but` come from elsewhere."""
-        return [f"{name}: {reason}" for name, reason in self._unknown.items() if name not in but]
+    def errors(self) -> list[str]:
+        """List the tensors whose values are not known, with the reason."""
+        return [f"{name}: {reason}" for name, reason in self._unknown.items() if name not in self._in_files]
 
     def read(self, name: str, boxes: Sequence[Slice]) -> list[Tensor]:
+        """Return boxes of one tensor, in memory of their own or of one whole tensor."""
+        if self._files is not None and name in self._in_files:
+            return self._files.read(name, boxes)
         whole = self.tensor(name)
         return [whole[box.box] for box in boxes]
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the device."""
+        """Compute the whole initial tensor, on the device."""
         known = self._tensors[name]
         if isinstance(known, Tensor):
             return known.to(self._device)
@@ -135,7 +155,7 @@ class InitialValues:
         return key_of(self.seed, *self._random.get(note, (note,)))
 
     def _number_draws(self) -> dict[int, tuple[str, int]]:
-        """Which draw of which tensor a note is, so that its numbers do not depend on other tensors."""
+        """Number the draws of each tensor, so that its numbers do not depend on other tensors."""
         draws: dict[int, tuple[str, int]] = {}
         for name, tensor in self._tensors.items():
             if isinstance(tensor, Window):
@@ -145,7 +165,7 @@ class InitialValues:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers, and tensors that modules have as plain attributes; by all names of each."""
+    """Yield parameters, buffers, and tensors that modules have as plain attributes; by all names of each."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
     for path, module in model.named_modules():
@@ -154,16 +174,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{name}" if path else name), value
 
 
-def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-    )
-
-
 def _hidden_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Tensors of the meta device in lists and dicts, where nobody can replace them: no parameters."""
+    """Yield tensors of the meta device in lists and dicts, where no rank can replace them."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_state = name in ("_parameters", "_buffers", "_modules") or isinstance(value, Tensor)
@@ -184,7 +196,7 @@ def _refuse_parts(model: nn.Module) -> None:
 
 
 def _changed_since(model: nn.Module, recording: _Recording) -> dict[str, str]:
-    """What was changed after it was recorded, where nobody took note."""
+    """Find tensors that were changed after the recording."""
     return {
         name: "was changed after echelon.deferred had built the model; do it inside the function"
         for name, tensor in named_tensors(model)
@@ -192,16 +204,16 @@ def _changed_since(model: nn.Module, recording: _Recording) -> dict[str, str]:
     }
 
 
-# Models that were built under torch.device("meta"), where nobody recorded: modules that know their own
-# initial values give them again.
+# Models that were built under torch.device("meta"), without a recording: modules that know their own initial
+# values give them again.
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # the second is that of torch's attention and Transformer
 _FLAG = "_is_hf_initialized"  # with which transformers notes that a module has its values
 
 
 def record_resets(model: nn.Module) -> tuple[Tape, dict[str, str]]:
-    """What modules do to reset their tensors, inner modules first, as they are built; and the names of
-    tensors to which that gives no one value, with the reason."""
+    """Record how modules reset their tensors, inner modules first, as they are built; and name the tensors to
+    which that gives no one value, with the reason."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     tape = Tape(kept=[tensor for tensor in tensors.values() if not on_meta(tensor)])
     owner: dict[int, nn.Module] = {}  # of a storage: the module that gave it values
@@ -223,7 +235,7 @@ def record_resets(model: nn.Module) -> tuple[Tape, dict[str, str]]:
 
 
 def how_to_know(model: nn.Module, name: str, *, was_recorded: bool) -> str:
-    """Why the initial values of a tensor are not known, and what to do."""
+    """Say why the initial values of a tensor are not known, and what to do."""
     if was_recorded:
         return "nothing gave it values while the model was built; initialise it there"
     owner = model.get_submodule(name.rpartition(".")[0])
@@ -250,52 +262,10 @@ def _resets(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], object]
 
 @contextmanager
 def _flags_restored(model: nn.Module) -> Iterator[None]:
-    """The flags of transformers as they were: the values are not there yet."""
+    """Restore the flags of transformers afterwards: the values are not there yet."""
     flagged = {module for module in model.modules() if _FLAG in vars(module)}
     try:
         yield
     finally:
         for module in set(model.modules()) - flagged:
             vars(module).pop(_FLAG, None)
-
-
-@final
-class WeightSource:
-    """Parts of a model's tensors by their names, from a folder or as the model begins. Nothing is read or
-    computed before somebody asks. It knows the model as it is now, so make it first."""
-
-    def __init__(self, model: nn.Module, folder: str | Path | None, device: torch.device) -> None:
-        """Raises if some values are not known. `device` is where they are computed."""
-        self._initial = InitialValues(model, device)
-        self._files = None if folder is None else open_weights(folder, model)
-        if self._files is not None:
-            self._files.check()
-        self._in_files = set() if self._files is None else {*self._files.names(), *self._files.ties}
-        raise_errors("the initial values of the model", self._initial.errors(but=self._in_files))
-
-    @property
-    def seed(self) -> int:
-        """Of random initial values."""
-        return self._initial.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._initial.seed = seed
-
-    def describe(self) -> list[str]:
-        """Where values come from, in lines that must be the same on every rank."""
-        return [*self._initial.describe(), *([] if self._files is None else self._files.describe())]
-
-    def constants(self) -> list[Tensor]:
-        """Values that are on this rank already; rank 0's count."""
-        return self._initial.constants()
-
-    def first_name(self, name: str) -> str:
-        """The first name of a tensor that has several."""
-        return self._initial.first_name(name)
-
-    def read(self, name: str, boxes: Sequence[Slice]) -> list[Tensor]:
-        """Boxes of one tensor, in memory of their own or of one whole tensor."""
-        if self._files is not None and name in self._in_files:
-            return self._files.read(name, boxes)
-        return self._initial.read(name, boxes)

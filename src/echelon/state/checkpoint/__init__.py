@@ -16,7 +16,8 @@ There is no pickle. What strategies made of a model is not stored: names and box
 
 from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.state.checkpoint.manifest import Manifest
-from echelon.state.checkpoint.save import SaveOptions, Saver
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.save import Saver
 from echelon.state.checkpoint.saved import (
     SavedParameter,
     SavedState,

@@ -6,21 +6,18 @@ hashes and numbers. The assignment is kept from one save to the next.
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from echelon.collectives import Group
-from echelon.state.assembly import RankSlice, exchange_slices
+from echelon.state.assembly import Key, RankSlice, cover, exchange_slices
 from echelon.state.checkpoint.file_image import FileLayout, lay_out
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
 from echelon.state.weight_files.tensor_file import TensorEntry, check_types
-
-Key = tuple[str, str]
 
 
 def share_out(lists: Sequence[Sequence[RankSlice]]) -> list[list[Slice]]:
@@ -29,7 +26,7 @@ def share_out(lists: Sequence[Sequence[RankSlice]]) -> list[list[Slice]]:
     for owned in lists:
         for box in owned:
             owners.setdefault((box.slice.name, box.slice.part), {}).setdefault(box.slice, []).append(box)
-    chosen = [holders for key in owners for holders in _cover(owners[key])]
+    chosen = [holders[box] for holders in owners.values() for box in cover(holders)]
     chosen.sort(key=lambda holders: (-_num_bytes(holders[0]), holders[0].slice))
     written: list[list[Slice]] = [[] for _ in lists]
     taken = [0] * len(lists)
@@ -38,18 +35,6 @@ def share_out(lists: Sequence[Sequence[RankSlice]]) -> list[list[Slice]]:
         taken[writer] += _num_bytes(holders[0])
         written[writer].append(holders[0].slice)
     return written
-
-
-def _cover(boxes: dict[Slice, list[RankSlice]]) -> list[list[RankSlice]]:
-    """Boxes that hold each element once: one that is whole, or all, which then do not overlap."""
-    whole = [holders for box, holders in boxes.items() if box.is_whole]
-    if whole:
-        return whole[:1]
-    first, num_held = next(iter(boxes)), sum(box.numel for box in boxes)
-    assert num_held == math.prod(first.shape), (
-        f"{first.name} ({first.part}) of shape {first.shape}: all ranks hold {num_held} elements"
-    )
-    return list(boxes.values())
 
 
 def _num_bytes(box: RankSlice) -> int:
@@ -80,7 +65,7 @@ def assign(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> A
         box.slice: getattr(torch, box.dtype) for of_rank in lists for box in of_rank
     }
     written = share_out(lists)
-    tensors = [[(box, dtypes[box]) for box in of_rank if not _is_number(box)] for of_rank in written]
+    tensors = [[(box, dtypes[box]) for box in of_rank if not is_number(box)] for of_rank in written]
     check_types(
         "what is saved",
         [TensorEntry(f"{b.name} ({b.part})", b.sizes, dtype) for of_rank in tensors for b, dtype in of_rank],
@@ -88,35 +73,44 @@ def assign(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> A
     return Assignment(
         signature(owned),
         [lay_out(rank, of_rank) for rank, of_rank in enumerate(tensors)],
-        [[box for box in of_rank if _is_number(box)] for of_rank in written],
+        [[box for box in of_rank if is_number(box)] for of_rank in written],
     )
 
 
-def _is_number(box: Slice) -> bool:
+def is_number(box: Slice) -> bool:
     """Return whether it is a counter of the engine's own: these stand in the manifest."""
     return box.name == ENGINE and not box.shape
 
 
-def joined(
+def describe_tensors(
+    owned: Iterable[tuple[Slice, str]], layouts: Iterable[FileLayout], stored_name: Callable[[str], str] = str
+) -> dict[str, dict[str, TensorRecord]]:
+    """Describe the tensors of slices and their types, with the pieces that files have of them."""
+    pieces: dict[Key, list[PieceRecord]] = {}
+    for layout in layouts:
+        for box, _, tensor, _ in layout.boxes:
+            piece = PieceRecord(stored_name(layout.name), tensor, box.offsets, box.sizes)
+            pieces.setdefault((box.name, box.part), []).append(piece)
+    tensors: dict[str, dict[str, TensorRecord]] = {}
+    for box, dtype in owned:
+        parts = tensors.setdefault(box.name, {})
+        if box.part not in parts:
+            parts[box.part] = TensorRecord(box.shape, dtype, tuple(pieces.get((box.name, box.part), ())))
+    return tensors
+
+
+def join_reports(
     about: Manifest, assignment: Assignment, reports: Sequence[Any], stored_name: Callable[[str], str]
 ) -> Manifest:
     """Make the manifest of what all ranks have reported."""
-    tensors: dict[str, dict[str, TensorRecord]] = {}
-    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
-    for layout in (layout for of_rank in assignment.layouts for layout in of_rank):
-        for box, dtype, tensor, _ in layout.boxes:
-            pieces.setdefault((box.name, box.part), []).append(
-                PieceRecord(stored_name(layout.name), tensor, box.offsets, box.sizes)
-            )
-            name = str(dtype).removeprefix("torch.")
-            tensors.setdefault(box.name, {})[box.part] = TensorRecord(box.shape, name, ())
+    layouts = [layout for of_rank in assignment.layouts for layout in of_rank]
+    written = [
+        (box.slice, str(box.dtype).removeprefix("torch.")) for layout in layouts for box in layout.boxes
+    ]
     numbers: dict[str, Number] = {}
     files: dict[str, FileRecord] = {}
     for report in reports:
         numbers |= report["numbers"]
         files |= {name: FileRecord(*record) for name, record in report["files"].items()}
-    placed = {
-        name: {part: replace(record, pieces=tuple(pieces[name, part])) for part, record in parts.items()}
-        for name, parts in tensors.items()
-    }
-    return replace(about, tensors=placed, numbers=numbers, files=files)
+    tensors = describe_tensors(written, layouts, stored_name)
+    return replace(about, tensors=tensors, numbers=numbers, files=files)

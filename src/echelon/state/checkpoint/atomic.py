@@ -83,24 +83,23 @@ def remove_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a small file: a reader finds the old bytes, or the new ones."""
-    part = path.with_name(f".{path.name}.{new_token()}")
-    try:
-        write_file(part, data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Replace a small file, also for a machine that loses its power: a reader finds the old or new bytes."""
+    write_file(path, data)
     sync_path(path.parent)
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file that is complete, and on the disk, when it has its name."""
-    part = path.with_name(f"{path.name}~")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    part = path.with_name(f".{path.name}.{new_token()}")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            # Before the rename: else the name may be on the disk first, and a power loss empties the file.
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync_path(path: Path) -> None:

@@ -49,12 +49,6 @@ class FileHash:
         return self._blocks.hexdigest()
 
 
-def hash_bytes(data: bytes | bytearray) -> str:
-    found = FileHash()
-    found.update(memoryview(data))
-    return found.hexdigest()
-
-
 def hash_file(file: BinaryIO) -> str:
     """Return the hash of a file on a disk. Several threads read it, each other parts."""
     descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
@@ -100,7 +94,9 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
             yield file
     except OSError as error:
         kind = DamagedError if isinstance(error, FileNotFoundError) else UserError
-        raise kind(f"{path}: cannot be read: {_reason(error, path)}") from error
+        link = "is a link; the files of a checkpoint must be in its folder"
+        reason = link if path.is_symlink() else error.strerror or str(error)
+        raise kind(f"{path}: cannot be read: {reason}") from error
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -110,12 +106,6 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         if num_bytes <= most_bytes:
             return file.read(most_bytes)
     raise DamagedError(f"{path}: has {num_bytes} bytes; must have {most_bytes} at most")
-
-
-def _reason(error: OSError, path: Path) -> str:
-    if path.is_symlink():
-        return "is a link; the files of a checkpoint must be in its folder"
-    return error.strerror or str(error)
 
 
 def check_size(path: Path, record: FileRecord) -> None:

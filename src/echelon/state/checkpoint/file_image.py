@@ -33,7 +33,7 @@ class StoredBox(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """What a file of a checkpoint holds, in the order of its bytes."""
+    """The contents of a file of a checkpoint, in the order of its bytes."""
 
     name: str
     header: bytes
@@ -44,8 +44,12 @@ class FileLayout(NamedTuple):
 def lay_out(
     rank: int, boxes: Sequence[tuple[Slice, torch.dtype]], limit: int = FILE_BYTES
 ) -> list[FileLayout]:
-    """The files of what a rank writes; every rank computes the same for each."""
-    return [_layout(_file_name(rank, number), part) for number, part in enumerate(_split(boxes, limit))]
+    """Lay out the files of what a rank writes; every rank computes the same for each."""
+    parts = enumerate(_split(boxes, limit))
+    return [
+        _layout(f"rank-{rank:05d}{f'-{number + 1}' if number else ''}.safetensors", part)
+        for number, part in parts
+    ]
 
 
 def _split(boxes: Sequence[tuple[Slice, torch.dtype]], limit: int) -> list[list[tuple[Slice, torch.dtype]]]:
@@ -59,10 +63,6 @@ def _split(boxes: Sequence[tuple[Slice, torch.dtype]], limit: int) -> list[list[
         files[-1].append((box, dtype))
         room -= nbytes
     return files
-
-
-def _file_name(rank: int, number: int) -> str:
-    return f"rank-{rank:05d}{f'-{number + 1}' if number else ''}.safetensors"
 
 
 def _layout(name: str, boxes: Sequence[tuple[Slice, torch.dtype]]) -> FileLayout:
@@ -109,7 +109,7 @@ class FileImage:
             self._first += 1
 
     def _flat(self, index: int) -> Tensor:
-        """The bytes of a box's tensor, in order."""
+        """Return the bytes of a box's tensor, in order."""
         if self._bytes is None or self._bytes[0] != index:
             self._bytes = None  # before the next one is made
             self._bytes = index, as_bytes(self._tensor_of(self.layout.boxes[index].slice))
@@ -117,5 +117,5 @@ class FileImage:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in order; a copy of one that does not lie in one piece."""
+    """Return the bytes of a tensor, in order; a copy of one that does not lie in one piece."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -4,6 +4,8 @@ checkpoints/
     step-00000100/
     step-00000200/
     latest              the name of the newest whole one: step-00000200
+
+`find_checkpoint` finds the one that a path means: a folder itself, or the newest of a folder or of a run.
 """
 
 import math
@@ -24,12 +26,13 @@ from echelon.state.checkpoint.storage import storage_at
 from echelon.state.checkpoint.storage_errors import RETRIES, with_retries
 
 LATEST = "latest"
+RUN_FILE, CHECKPOINTS = "run.json", "checkpoints"
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{8,18}})", re.ASCII)
 
 
 class Saves(Protocol):
-    """An engine, as far as a save needs it."""
+    """The method of an engine that saves."""
 
     def save(
         self,
@@ -44,7 +47,7 @@ class Saves(Protocol):
 
 
 class Loads(Protocol):
-    """An engine, as far as loading needs it."""
+    """The method of an engine that loads."""
 
     def load_saved(self, saved: SavedState) -> dict[str, Any]: ...
 
@@ -95,7 +98,8 @@ class CheckpointFolder:
         version: it may be whole. If all are damaged it is an error, unless there is a state of step `after`.
         """
         damaged: dict[int, str] = {}
-        steps = [step for step in self._steps_of_all() if after < step < before]
+        found = decide_on_rank_0(self.steps) if dist.is_initialized() else self.steps()
+        steps = [step for step in found if after < step < before]
         for step in steps:
             try:
                 saved = open_whole(self.path_of(step))
@@ -103,7 +107,8 @@ class CheckpointFolder:
                 damaged[step] = str(error)
                 say(f"{error}; {_what_next(step, steps, after)}")
             except UserError as error:
-                raise self._not_passed_over(step, error) from error
+                fix = f"it may be whole; if it is not, remove {self.path_of(step)} to go on without it"
+                raise UserError(error.title, [*error.errors, fix]) from error
             else:
                 extra = engine.load_saved(saved)
                 self._passed_over |= damaged.keys()
@@ -115,10 +120,6 @@ class CheckpointFolder:
             )
         self._passed_over |= damaged.keys()
         return None
-
-    def _not_passed_over(self, step: int, error: UserError) -> UserError:
-        fix = f"it may be whole; if it is not, remove {self.path_of(step)} to go on without it"
-        return UserError(error.title, [*error.errors, fix])
 
     def remove_leftovers(self) -> None:
         """Remove temporary files of a job that was killed; on one rank, where no other job saves here."""
@@ -135,19 +136,15 @@ class CheckpointFolder:
             with_retries(lambda: self._storage.write(LATEST, _name(left[0]).encode()), self._retries)
 
     def steps(self) -> list[int]:
-        """Those with a final name, newest first."""
+        """List the steps of checkpoints with a final name, newest first."""
         steps = map(step_of, self._storage.names())
         return sorted((step for step in steps if step is not None), reverse=True)
-
-    def _steps_of_all(self) -> list[int]:
-        """As rank 0 sees them, on every rank."""
-        return list(decide_on_rank_0(self.steps)) if dist.is_initialized() else self.steps()
 
     def path_of(self, step: int) -> str | Path:
         return self._storage.at(_name(step))
 
     def _is_saved(self, step: int) -> None:
-        """On rank 0, when a checkpoint is whole: it is the latest, and old ones go."""
+        """Name a whole checkpoint as the latest, and remove old ones; on rank 0."""
         with_retries(lambda: self._storage.write(LATEST, _name(step).encode()), self._retries)
         self._passed_over.discard(step)
         for old in removed(self.steps(), step, self._keep, self._keep_every, self._passed_over):
@@ -156,7 +153,7 @@ class CheckpointFolder:
 
 
 def _what_next(step: int, steps: Sequence[int], after: int) -> str:
-    """After the damaged checkpoint of a step: what is tried of the others, newest first."""
+    """Say what is tried after the damaged checkpoint of a step; `steps`: newest first."""
     if step != steps[-1]:
         return "trying the one before"
     return "there is none before it" if after < 0 else f"there is none between it and step {after}"
@@ -167,7 +164,7 @@ def _name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Of the checkpoint that a folder of this name is; None for another name."""
+    """Return the step of the checkpoint that a folder of this name is; None for another name."""
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -175,22 +172,19 @@ def step_of(name: str) -> int | None:
 def removed(
     steps: Sequence[int], saved: int, keep: int, keep_every: int, damaged: Collection[int] = ()
 ) -> list[int]:
-    """Which of the checkpoints go when that of step `saved` is whole.
+    """List the checkpoints that go when that of step `saved` is whole.
 
     removed([50, 40, 30, 20, 10], 50, keep=2, keep_every=20) == [30, 10]
 
-    Those that are known to be damaged go too. Others of later steps stay: nobody has asked to go back.
+    Those that are known to be damaged go too. Others of later steps stay: the user has not asked to go back.
     """
     older = sorted((step for step in steps if step <= saved and step not in damaged), reverse=True)
     useless = [step for step in steps if step in damaged]
     return [*useless, *(step for step in older[keep:] if not keep_every or step % keep_every)]
 
 
-RUN_FILE, CHECKPOINTS = "run.json", "checkpoints"
-
-
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path. Whether it is whole is another question."""
+    """Find the checkpoint at a path; it may be damaged."""
     if path.is_file():
         raise UserError(f"{path}: is a file; give the folder of a checkpoint or of a run")
     if (path / MANIFEST).exists() or (path.is_dir() and step_of(path.name) is not None):
@@ -208,7 +202,7 @@ def find_checkpoint(path: Path) -> Path:
 
 @contextmanager
 def one_before_is_named(checkpoint: Path) -> Iterator[None]:
-    """Inside, an error that this checkpoint is damaged also names the one before it, if there is one."""
+    """Add the name of the checkpoint before this one, if there is one, to an error that this is damaged."""
     try:
         yield
     except DamagedError as error:
@@ -218,7 +212,7 @@ def one_before_is_named(checkpoint: Path) -> Iterator[None]:
 
 
 def _one_before(checkpoint: Path) -> Path | None:
-    """The newest of an earlier step whose manifest and sizes of files are right; hashes would take long."""
+    """Find the newest of an earlier step whose manifest and sizes are right; hashes would take long."""
     step = step_of(checkpoint.name)
     if step is None:
         return None
@@ -230,7 +224,7 @@ def _one_before(checkpoint: Path) -> Path | None:
 
 
 def find_run(path: Path) -> Path | None:
-    """The run folder that a path is, or is in; None if it has none."""
+    """Find the run folder that a path is, or is in."""
     path = path.absolute()
     places = (path, path.parent, path.parent.parent)
     return next((place for place in places if (place / RUN_FILE).is_file()), None)

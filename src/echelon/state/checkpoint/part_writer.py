@@ -137,6 +137,7 @@ class FilledChunks:
         size, found = image.layout.size, FileHash()
         try:
             for begin in range(0, size, CHUNK_BYTES):
+                # Waits for the writer if it is slower: no more than the three chunks are in memory.
                 memory, count = free.get(), min(CHUNK_BYTES, size - begin)
                 if errors:
                     break
@@ -157,7 +158,7 @@ class FilledChunks:
         for offset in range(0, len(chunk), len(chunk) if is_gpu else BLOCK_BYTES):
             part = chunk[offset:] if is_gpu else chunk[offset : offset + BLOCK_BYTES]
             image.fill(begin + offset, part)
-            if is_gpu:
+            if is_gpu:  # the copy to pinned memory is asynchronous, and the hash reads it on the host
                 torch.cuda.current_stream(self._device).synchronize()
             found.update(part.numpy().data)
 

@@ -8,7 +8,7 @@ has used, the manifest is written last and makes the checkpoint whole, and what 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, final
 
 from echelon.errors import UserError
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def open_remote(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path on it."""
+    """Open the file system of a URL; returns it, and the path on it."""
     try:
         import fsspec  # type: ignore[import-untyped]
     except ImportError:
@@ -37,7 +37,7 @@ def open_remote(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def remote_errors() -> Iterator[None]:
-    """Packages for storage raise errors of many kinds; here they are all OSErrors."""
+    """Raise all errors of packages for storage, which are of many kinds, as OSErrors."""
     try:
         yield
     except (OSError, UserError):
@@ -101,14 +101,15 @@ class RemoteTarget(Target):
             self._remove(lambda name: self._token in name)
 
     def _may_be_committed(self) -> bool:
-        """Also after an error of the network, behind which the manifest may have been written."""
+        """Return whether the manifest is there, or may be: also where an error of the network hid that it was
+        written."""
         if self._is_committed or not self._manifest:
             return self._is_committed
         try:
             return bool(self._fs.cat_file(self._at(MANIFEST)) == self._manifest)
         except FileNotFoundError:
             return False
-        except Exception:  # of any package: nobody knows
+        except Exception:  # of any package: it may be there, or not
             return True
 
     def _remove(self, is_removed: Callable[[str], bool]) -> None:
@@ -125,12 +126,12 @@ class RemoteTarget(Target):
 
 
 def remote_names(fs: Any, root: str) -> list[str]:
-    """What is under a path, by name."""
+    """List what is under a path."""
     return sorted(remote_sizes(fs, root))
 
 
 def remote_sizes(fs: Any, root: str) -> dict[str, int | None]:
-    """What is under a path, with its bytes; None where the storage does not say how many."""
+    """Return the bytes of what is under a path by name; None where the storage does not say how many."""
     with remote_errors():
         try:
             entries = fs.ls(root, detail=True)
@@ -161,13 +162,7 @@ class RemoteFile:
             self._file.close()
 
     def close(self) -> None:
-        """Without a word after an error: what is there of it has a name that nobody looks for."""
+        """Drop what was written, if it is not finished. Its name is of this save alone: it may also stay."""
         if not self._is_finished:
-            _try(getattr(self._file, "discard", lambda: None))
-
-
-def _try(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except Exception:  # of any package; the error that led here is the one to raise
-        return
+            with suppress(Exception):  # of any package; the error that led here is the one to raise
+                getattr(self._file, "discard", lambda: None)()

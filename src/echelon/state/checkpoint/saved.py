@@ -1,4 +1,9 @@
-"""A checkpoint that is there: any box of any of its tensors can be read, whatever the plan that saved it."""
+"""A checkpoint that exists: any box of any of its tensors can be read, whatever the plan that saved it.
+
+SavedState       all of it; `open_whole` opens it on all ranks, with its hashes compared
+SavedParameter   one parameter, as a rank that updates a part of it needs it
+numbers_of       the counters of an engine, for another kind of training too
+"""
 
 import hashlib
 import math
@@ -28,7 +33,6 @@ from echelon.state.checkpoint.manifest import (
     Manifest,
     Number,
     OtherVersionError,
-    TensorRecord,
 )
 from echelon.state.checkpoint.manifest_reader import dtype_of
 from echelon.state.checkpoint.storage import CheckpointFiles, files_at, report_read_errors
@@ -38,7 +42,7 @@ from echelon.state.weight_files.tensor_file import StoredTensor, read_box
 
 
 class SavedTensor(NamedTuple):
-    """What a checkpoint says of a tensor."""
+    """The shape and type of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,26 +70,26 @@ class SavedState:
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare the hashes and the headers of files with the manifest: of this rank's share, where several
         verify a checkpoint together."""
-        names = list(self.manifest.files)
-        for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
+        sizes = {name: record.bytes for name, record in self.manifest.files.items()}
+        for name in share_files(sizes, ranks)[rank]:
             check_hash(self._file(name), self.manifest.files[name])
             self._header(name)
 
     def _file(self, name: str) -> Path:
-        """A file of the size in the manifest, on this machine."""
+        """Return a file of the size in the manifest, on this machine."""
         record = self.manifest.files[name]
         path = self._files.file(name, record.bytes)
         check_size(path, record)
         return path
 
     def parts(self, name: str) -> dict[str, SavedTensor]:
-        """What there is of a tensor: its value, its master, the optimizer's state."""
+        """Describe what there is of a tensor: its value, its master, the optimizer's state."""
         records = self.manifest.tensors.get(name, {})
-        return {part: _described(record) for part, record in records.items()}
+        return {part: SavedTensor(each.shape, dtype_of(each.dtype)) for part, each in records.items()}
 
     def value_part(self, name: str, dtype: torch.dtype) -> str:
-        """What a weight of this type is read from: its value, or where that is of another type, the float32
-        master it was rounded from."""
+        """Return the part from which a weight of this type is read: its value, or where that is of another
+        type, the float32 master it was rounded from."""
         parts = self.parts(name)
         return MASTER if MASTER in parts and parts[VALUE].dtype != dtype else VALUE
 
@@ -95,7 +99,7 @@ class SavedState:
         pieces = [
             Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
         ]
-        dtype = _described(record).dtype
+        dtype = dtype_of(record.dtype)
         is_read_in_place = out.is_cpu and out.dtype == dtype
         values = out if is_read_in_place else torch.empty(box.sizes, dtype=dtype)
         read_pieces(pieces, box, values, self._read_stored)
@@ -115,7 +119,7 @@ class SavedState:
 
     @cached_property
     def _expected(self) -> dict[str, dict[str, SavedTensor]]:
-        """What the manifest says of the tensors in each file."""
+        """The tensors that each file must hold, by the manifest."""
         expected: dict[str, dict[str, SavedTensor]] = {}
         for parts in self.manifest.tensors.values():
             for record in parts.values():
@@ -126,7 +130,7 @@ class SavedState:
 
 
 def _read_manifest(path: Path) -> tuple[Manifest, str]:
-    """With a hash of all of it."""
+    """Read a manifest, and hash all of it."""
     data = read_regular(path, MOST_BYTES)
     try:
         return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
@@ -135,13 +139,9 @@ def _read_manifest(path: Path) -> tuple[Manifest, str]:
         raise kind(f"{path}: {error.title}", error.errors) from error
 
 
-def _described(record: TensorRecord) -> SavedTensor:
-    return SavedTensor(record.shape, dtype_of(record.dtype))
-
-
 @final
 class SavedParameter:
-    """What a checkpoint has of a parameter, as a rank needs it that updates a part of it, or all.
+    """A parameter in a checkpoint, for a rank that updates a part of it, or all.
 
     `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one. Without `state`, the
     optimizer's is as if there were none.
@@ -166,7 +166,7 @@ class SavedParameter:
         return sorted(self.parts.keys() - {VALUE, MASTER})
 
     def is_by_element(self, part: str) -> bool:
-        """Whether it has one number for each element of the parameter; else it belongs to all of it."""
+        """Return whether it has one number for each element of the parameter, or belongs to all of it."""
         return self.parts[part].shape == self.parts[VALUE].shape
 
     def fill(self, part: str, out: Tensor) -> None:
@@ -182,7 +182,7 @@ class SavedParameter:
         self.fill(self._saved.value_part(self.name, out.dtype), out)
 
     def whole(self, part: str) -> Tensor:
-        """All of a part, in host memory."""
+        """Read all of a part to host memory."""
         saved = self.parts[part]
         out = torch.empty(saved.shape, dtype=saved.dtype)
         origin, sizes = whole(saved.shape)
@@ -190,7 +190,7 @@ class SavedParameter:
         return out
 
     def has_finer(self, dtype: torch.dtype) -> bool:
-        """Whether a weight of this type lacks bits that are here."""
+        """Return whether a weight of this type lacks bits that are here."""
         return self.parts[self.finest].dtype != dtype
 
     @property
@@ -200,7 +200,7 @@ class SavedParameter:
 
 
 def open_whole(path: str | Path, *, verify: bool = True) -> SavedState:
-    """The checkpoint in a folder, with all hashes compared; every rank must call this.
+    """Open the checkpoint in a folder, with all hashes compared; every rank must call this.
 
     Each file is hashed by one rank. What any rank finds is raised on all of them. `verify=False`: sizes and
     the manifest only.
@@ -237,7 +237,7 @@ KINDS = {VALUE: "weights", MASTER: "masters"}
 
 
 def summarize(saved: SavedState) -> dict[str, Any]:
-    """Plan, step, date and versions; bytes and tensors of weights, masters and the optimizer; files."""
+    """Sum up a checkpoint: plan, step, date, versions; bytes of weights, masters and the optimizer; files."""
     manifest = saved.manifest
     sizes: dict[str, Counter[str]] = {}
     dtypes: dict[str, set[str]] = {}
@@ -264,14 +264,19 @@ def summarize(saved: SavedState) -> dict[str, Any]:
     }
 
 
+# Where all ranks step together, there is one of each number. Asynchronous workers have numbers of their own:
+#
+#     begun steps                     sync=all-reduce, …
+#     begun steps of worker 1         sync=async, beside `version`: how many updates the server has made
+
 _BEGUN, _STEPS, _SKIPPED, VERSION = "begun steps", "steps", "skipped steps", "version"
 
 
 def numbers_of(numbers: Mapping[str, Number], worker: int | None, workers: int) -> dict[str, Number]:
-    """Those of all ranks together, or of one of `workers` asynchronous workers, by their plain names.
+    """Return the numbers of all ranks, or of one of `workers` asynchronous workers, by their plain names.
 
-    A worker goes on where it was if there are as many as before. Otherwise everybody begins at one step: the
-    number of updates that were made, or of steps, if that is larger.
+    A worker goes on where it was if there are as many as before. Otherwise all begin at one step: the number
+    of updates that were made, or of steps, if that is larger.
     """
     saved = _num_workers(numbers)
     plain = {name: value for name, value in numbers.items() if " of worker " not in name}
@@ -284,7 +289,7 @@ def numbers_of(numbers: Mapping[str, Number], worker: int | None, workers: int) 
 
 
 def number_errors(numbers: Mapping[str, Number]) -> list[str]:
-    """What `numbers_of`, and an engine that goes on with its result, would not find."""
+    """List the numbers that `numbers_of`, or an engine that goes on with its result, would not find."""
     saved = _num_workers(numbers)
     whose = [f" of worker {each}" for each in range(saved)] or [""]
     needed = [f"{name}{each}" for each in whose for name in (_BEGUN, _STEPS)] + ([VERSION] if saved else [])

@@ -59,8 +59,8 @@ class SnapshotMemory:
     def take(
         self, layouts: Sequence[FileLayout], tensor_of: Callable[[Slice], Tensor], later: Later = nothing
     ) -> "Snapshot":
-        """The bytes of each file. What is not copied `later` is copied now, or, on a GPU, before anything
-        that the device is told to do from now on."""
+        """Copy the bytes of each file. What is not copied `later` is copied now; on a GPU, before what it is
+        told next."""
         sizes = [round_up(layout.size) for layout in layouts]
         is_gpu = self._device.type == "cuda"
         if sum(sizes) > len(self._memory):
@@ -80,9 +80,10 @@ class SnapshotMemory:
         return Snapshot(files, rest, self._copy_on_device(rest) if is_gpu else None, self._device)
 
     def _copy_on_device(self, rest: Sequence[_Copy]) -> torch.cuda.Event:
-        """Copies that the device makes beside what it is told from now on; the event comes after all."""
+        """Copy on a stream of its own, beside what the device is told next. Returns an event after it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
+        # The weights are those of the steps so far, which the current stream may still compute.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for copy in rest:
@@ -108,30 +109,30 @@ class Snapshot:
         self.files, self._rest, self._copied_on_device, self._device = files, rest, copied_on_device, device
         self._is_host_copied = threading.Event()
         self._lock, self._is_compared = threading.Lock(), False
-        self.changed: list[str] = []  # what somebody else than the engine's steps has changed
+        self.changed: list[str] = []  # by something else than the engine's steps
 
     def wait(self) -> None:
-        """In the thread that writes: return when all is copied."""
+        """Return when all is copied; called by the thread that writes."""
         try:
             for copy in self._rest:
                 if copy.tensor.is_cpu:
                     copy.make()
         finally:
-            self._is_host_copied.set()
+            self._is_host_copied.set()  # also after an error: the training waits for it before its update
         if self._copied_on_device is not None:
             self._copied_on_device.synchronize()
         self._compare()
-        self._rest = ()
+        self._rest = ()  # the tensors of a step that is over are not kept alive
 
     def before_changes(self) -> None:
-        """In the training: what it does from now on comes after the copies."""
-        self._compare()
+        """Make what the training does from now on come after the copies; called by the training."""
+        self._compare()  # first: afterwards the update itself changes the tensors
         self._is_host_copied.wait()
         if self._copied_on_device is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied_on_device)
 
     def _compare(self) -> None:
-        """Once, before the update."""
+        """Compare versions once, before the update: by the thread or by the training, whichever is first."""
         with self._lock:
             if not self._is_compared:
                 self.changed = [copy.name for copy in self._rest if copy.has_changed]

@@ -1,4 +1,4 @@
-"""Errors of disks and remote storage as errors of the user; some of them go away when one tries again."""
+"""Errors of disks and remote storage as errors of the user; some go away when the work is done again."""
 
 import errno
 import time
@@ -23,12 +23,12 @@ _FIXES = {
     errno.EPERM: "make the folder writable for this user, or save elsewhere",
     errno.ENOENT: "was it deleted while it was being written?",
 }
-# What trying again does not change.
+# Errors that doing it again does not change.
 _LASTING = {*_FIXES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
 def report_write_errors(place: object) -> AbstractContextManager[None]:
-    """The rule, the place and the fix, for whatever the storage raises inside."""
+    """Raise errors of the storage with the rule, the place and the fix."""
     return _report(
         lambda reason: (
             f"{place}: the checkpoint cannot be written: {reason}; "
@@ -38,7 +38,7 @@ def report_write_errors(place: object) -> AbstractContextManager[None]:
 
 
 def report_later_errors(place: object) -> AbstractContextManager[None]:
-    """As `report_write_errors`, for what is done when the checkpoint is whole."""
+    """Raise errors of the storage as `report_write_errors` does, when the checkpoint is whole already."""
     return _report(
         lambda reason: (
             f"{place}: the checkpoint is saved, but what comes after it (old files and checkpoints are "
@@ -52,21 +52,17 @@ def _report(message: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(message(f"{reason_of(error)}{_fix(error)}")) from error
+        fix = _FIXES.get(error.errno or 0)
+        raise UserError(message(reason_of(error) + (f" ({fix})" if fix else ""))) from error
 
 
 def reason_of(error: OSError) -> str:
-    """What the system, or the package of a storage, says of an error."""
+    """Return the words of the system, or of the package of a storage, for an error."""
     return error.strerror or str(error) or type(error).__name__
 
 
-def _fix(error: OSError) -> str:
-    fix = _FIXES.get(error.errno or 0)
-    return f" ({fix})" if fix else ""
-
-
 def with_retries(work: Callable[[], T], retries: int, stop: Callable[[], bool] = lambda: False) -> T:
-    """What `work` returns; it is done again, at most `retries` times, after an error that may pass."""
+    """Do `work`, and do it again after an error that may pass, at most `retries` times."""
     for attempt in range(retries):
         try:
             return work()
@@ -82,7 +78,7 @@ def _pause(seconds: float) -> None:
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether it names remote storage (s3://bucket/run); a file:// URL is a folder."""
+    """Return whether it names remote storage (s3://bucket/run); a file:// URL is a folder."""
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 

@@ -4,7 +4,7 @@
     runs/a/step-100/                   the same folder, renamed
 
 So a folder with a final name is whole. The lock is the kernel's: it is gone with the process that held it.
-So the next save can tell a folder that nobody writes to any more, and removes it.
+So the next save can tell a folder that no process writes to any more, and removes it.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ _LOCK = ".writing"
 _FILE = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
 
-Report = dict[str, Any]  # what a rank has written, as JSON
+Report = dict[str, Any]  # the numbers and files of a rank, as JSON
 
 
 class Target(ABC):
@@ -57,15 +57,15 @@ class Target(ABC):
 
     @abstractmethod
     def stored_name(self, name: str) -> str:
-        """What the file `name` is called there."""
+        """Return the name of the file `name` there."""
 
     @abstractmethod
     def create(self, name: str) -> Sink:
-        """A new file, or an empty one in the place of one that an earlier try has left."""
+        """Make a new file, in the place of one that an earlier try has left."""
 
     @abstractmethod
     def report(self, rank: int, report: Report) -> None:
-        """Say that a rank is done, to rank 0, which looks for it."""
+        """Tell rank 0, which asks for it by `find_report`, that a rank is done."""
 
     @abstractmethod
     def find_report(self, rank: int) -> Report | None: ...
@@ -106,6 +106,7 @@ class FolderTarget(Target):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path.parent)
         self.temporary.mkdir()
+        # Held until the checkpoint has its name: `remove_leftovers` of another job asks for this lock.
         self._lock = os.open(self.temporary / _LOCK, os.O_WRONLY | os.O_CREAT, 0o666)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -133,7 +134,7 @@ class FolderTarget(Target):
         for report in self.temporary.glob(_report_name("*")):
             report.unlink()
         write_file(self.temporary / MANIFEST, manifest)
-        sync_path(self.temporary)
+        sync_path(self.temporary)  # the names of all files are on the disk before the folder's own
         check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
 
@@ -153,7 +154,7 @@ class FolderTarget(Target):
             )
 
     def abandon(self) -> None:
-        """The temporary place; when the checkpoint has its name, that is the one which it replaced."""
+        """Remove the temporary place; when the checkpoint has its name, that is the one which it replaced."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         self._unlock()
 
@@ -164,20 +165,16 @@ class FolderTarget(Target):
 
 
 def parse_report(data: bytes, place: object) -> Report:
-    """What a rank has reported. Names, sizes and hashes in it are checked as those of the manifest."""
+    """Read the report of a rank. Names, sizes and hashes in it are checked as those of the manifest."""
     try:
         report: Any = parse_json(data, most_bytes=MOST_BYTES, most_values=MOST_VALUES)
     except ValueError:
         report = None
     if isinstance(report, dict) and isinstance(report.get("numbers"), dict):
         files = report.get("files")
-        if isinstance(files, dict) and all(map(_is_record, files.values())):
+        if isinstance(files, dict) and all(isinstance(f, list) and len(f) == 2 for f in files.values()):
             return report
     raise UserError(f"{place}: is not what a rank reports of its files; does another program write there?")
-
-
-def _is_record(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2
 
 
 def _report_name(rank: int | str) -> str:
@@ -185,7 +182,7 @@ def _report_name(rank: int | str) -> str:
 
 
 def check_replaceable(path: Path) -> None:
-    """Something is there: it must be a checkpoint, or an empty folder."""
+    """Refuse a path with something else than a checkpoint, or an empty folder."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -206,7 +203,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def _strange_names(path: Path) -> list[str]:
-    """What is in the folder of a checkpoint and no part of it."""
+    """List what is in the folder of a checkpoint and no part of it."""
     names = {each.name for each in path.iterdir()} - {MANIFEST, _LOCK}
     if not names:
         return []
@@ -250,6 +247,6 @@ def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
 
 
 def _is_of_ours(path: Path) -> bool:
-    """By its name: .NAME.TOKEN.part."""
+    """Tell by the name: .NAME.TOKEN.part."""
     token = path.name.removesuffix(PART_SUFFIX).rpartition(".")[2]
     return len(token) == len(new_token()) and all(digit in "0123456789abcdef" for digit in token)

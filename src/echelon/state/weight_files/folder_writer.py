@@ -64,7 +64,9 @@ def write_weights(
     if len(files) > 1:
         _write_json(folder / INDEX, _index(files))
     with report_os_errors(folder):
-        _remove_stale(folder, files)
+        for path in folder.iterdir():
+            if (path.name == WEIGHTS or _SHARD.fullmatch(path.name)) and path.name not in files:
+                path.unlink()  # of an earlier save
 
 
 def split_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> dict[str, list[TensorEntry]]:
@@ -97,10 +99,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
             file.write(text.encode())
 
     write_complete(path, write)
-
-
-def _remove_stale(folder: Path, written: Iterable[str]) -> None:
-    weight_files = (p for p in folder.iterdir() if p.name == WEIGHTS or _SHARD.fullmatch(p.name))
-    for path in weight_files:
-        if path.name not in written:
-            path.unlink()

@@ -69,18 +69,14 @@ def read_headers(folder: Path) -> FolderHeaders:
             return FolderHeaders(read_header(folder / WEIGHTS), set(), [])
         if (folder / INDEX).exists():
             return _read_shards(folder, _read_index(folder / INDEX))
-        raise UserError(_reason_no_weights(folder))
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder")
+        raise UserError(
+            f"{folder}: holds neither {WEIGHTS} nor {INDEX}; weights in other formats (pickle among them) "
+            "are not read: save the model with safetensors"
+        )
     except UserError as error:
         return FolderHeaders({}, set(), list(error.errors or [error.title]), is_listed=False)
-
-
-def _reason_no_weights(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}: there is no such folder"
-    return (
-        f"{folder}: holds neither {WEIGHTS} nor {INDEX}; weights in other formats (pickle among them) are "
-        "not read: save the model with safetensors"
-    )
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the process of replica 0 has beside its worker: the server, its memory and its connections."""
+"""The process of replica 0, beside its worker: the server, its memory and its connections."""
 
 import atexit
 import sys
@@ -147,7 +147,7 @@ def _serve_on(reference: weakref.ref[Server]) -> None:
     A thread that waits in Gloo also aborts the process if its peer goes away while the interpreter ends.
     """
     server = reference()
-    if server is not None and getattr(sys, "last_value", None) is None:  # nobody comes after an exception
+    if server is not None and getattr(sys, "last_value", None) is None:  # else no worker is served
         server.linger(_PATIENCE_SECONDS)
 
 
@@ -194,7 +194,7 @@ class Connection:
                 while self._answer(recv_message(self._group, self._worker)):
                     self._server.count(self._ledger)
         except PeerLost as lost:
-            # Either it died, and others must not wait for it, or all is over and nobody will ask again.
+            # Either it died, and others must not wait for it, or all is over and no worker will ask again.
             self._server.fail(PeerLost(f"worker {self._worker} left the server without a goodbye: {lost}"))
         except BaseException as error:
             self._server.fail(error)

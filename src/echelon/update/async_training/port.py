@@ -1,11 +1,25 @@
 """A worker's way to the server: direct where both are one process, by messages elsewhere.
 
-Used by the main thread of a rank alone. What the calls mean is in server.py.
+    worker                                  server
+    PULL step                        ──▶
+                                     ◀──    DONE version; weights
+    PUSH step, total, count, factor;
+    used, gradients                  ──▶
+                                     ◀──    DONE version, total, count, norm
+    SYNCHRONIZE                      ──▶
+                                     ◀──    DONE version; weights
+    LOG version                      ──▶
+                                     ◀──    DONE number of entries; entries
+    GOODBYE                          ──▶
+                                     ◀──    FAILED number of bytes; what went wrong   (instead of any DONE)
+
+A short message, then the tensors that belong to it. They go over a Gloo process group of their own, so that
+they never meet the collectives of the main threads. Gloo moves host memory: what lives on a device passes
+through there. Ports are used by the main thread of a rank alone. What the calls mean is in server.py.
 """
 
 import contextlib
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger, TorchGroup
-from echelon.collectives.mesh.process_groups import new_host_group
+from echelon.collectives.process_groups import new_host_group
 from echelon.launching import PeerLost, enter_operation, leave_operation
 from echelon.update.async_training.server import Gradient, PushResult, Server, ServerFailed
 from echelon.update.update import Push
@@ -102,28 +116,8 @@ def unpack_log(rows: Tensor) -> list[Push]:
 SERVER = 0  # the replica whose process the server lives in
 
 
-class Port(ABC):
-    """What one worker can ask of the server."""
-
-    @abstractmethod
-    def pull(self, step: int, into: Sequence[Tensor]) -> int: ...
-
-    @abstractmethod
-    def push(self, step: int, gradient: Gradient) -> PushResult: ...
-
-    @abstractmethod
-    def synchronize(self, into: Sequence[Tensor]) -> int: ...
-
-    @abstractmethod
-    def log(self, version: int) -> list[Push]: ...
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Say goodbye; may be called twice."""
-
-
 @final
-class LocalPort(Port):
+class LocalPort:
     """The worker that lives beside the server."""
 
     def __init__(self, server: Server, ledger: Ledger) -> None:
@@ -159,7 +153,7 @@ class LocalPort(Port):
 
 
 @final
-class RemotePort(Port):
+class RemotePort:
     """A worker in another process than the server."""
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
@@ -206,3 +200,6 @@ class RemotePort(Port):
         self._open = False  # the server listens no more
         said = bytes(text.tolist()).decode()
         raise PeerLost(said) if reply.kind == Kind.LOST else ServerFailed(f"on replica {SERVER}: {said}")
+
+
+Port = LocalPort | RemotePort

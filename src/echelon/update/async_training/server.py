@@ -34,7 +34,7 @@ class ServerFailed(RuntimeError):  # noqa: N818
 
 
 class PushResult(NamedTuple):
-    """What became of a push: the version after it, and the loss total, count and norm of that update."""
+    """The result of a push: the version after it, and the loss total, count and norm of that update."""
 
     version: int
     total: float
@@ -108,7 +108,10 @@ class Server:
     def push(self, worker: int, step: int, gradient: Gradient) -> PushResult:
         """Return when the gradient is part of the weights. It belongs to the server until then."""
         contribution = _Contribution(step, gradient)
-        with self.queue.behind_caller(), self._changed:  # whoever updates, the gradient is there by then
+        with (
+            self.queue.behind_caller(),
+            self._changed,
+        ):  # whichever thread updates, the gradient is there by then
             self._round[worker] = contribution
             self._changed.notify_all()
             self._wait(lambda: contribution.result is not None or self._round_is_whole(step))
@@ -134,20 +137,20 @@ class Server:
             return version
 
     def log(self, version: int) -> list[Push]:
-        """What has led to `version`."""
+        """Return the pushes that have led to `version`."""
         with self._changed:
             self._check()
             return [entry for entry in self._log if entry.pushed <= version]
 
     def leave(self, worker: int) -> None:
-        """The worker will ask for nothing more: nobody waits for it."""
+        """The worker will ask for nothing more: no other waits for it."""
         with self._changed:
             self._clocks.leave(worker)
             self._taking.discard(worker)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can go on: whoever waits here or asks from now on gets `error`."""
+        """Nothing can go on: raise `error` in every thread that waits here or asks from now on."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -287,7 +290,7 @@ class DeviceQueue:
 
     @contextmanager
     def behind_caller(self) -> Iterator[None]:
-        """What is queued inside runs after the caller's work so far, and before the caller's later work."""
+        """Queue the work inside after the caller's work so far, and before the caller's later work."""
         if self._stream is None:
             yield
             return
@@ -298,12 +301,12 @@ class DeviceQueue:
         caller.wait_stream(self._stream)
 
     def alone(self) -> AbstractContextManager[object]:
-        """What is queued inside waits for nothing that the caller's stream holds."""
+        """Queue the work inside without an order with the caller's stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else has. torch hands out the same 32 again and again, to NCCL too."""
+    """Return a stream that no other code has. torch hands out the same 32 again and again, to NCCL too."""
     if torch.version.hip is not None:
         return torch.cuda.Stream(device, priority=-1)  # those of NCCL have priority 0
     pointer = ctypes.c_void_p()
@@ -322,7 +325,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 class Clocks:
     """The steps that workers have completed. None may start more than `staleness` ahead of the slowest.
 
-    A worker that rests (it waits for all others to rest too) or is gone holds nobody up.
+    A worker that rests (it waits for all others to rest too) or is gone delays no other.
     """
 
     def __init__(self, workers: int, staleness: float) -> None:

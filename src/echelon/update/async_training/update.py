@@ -1,8 +1,9 @@
-"""The asynchronous way to new weights: pull, compute, push, and wait for nobody who is not too far behind.
+"""The asynchronous way to new weights: pull, compute, push, and wait only for workers that are too far
+behind.
 
     staleness 0      one update per round, of the mean over all workers: equal to bulk-synchronous training
     staleness S ≥ 1  every push is one update; a worker is at most S steps ahead of the slowest
-    staleness inf    every push is one update; nobody ever waits
+    staleness inf    every push is one update; no worker ever waits
 
 The loss, norm and tokens of a step are those of the update it went into: with staleness 0 of the global
 batch, else of this worker's own. Whatever ranks do together between steps calls `synchronize` first.
@@ -155,7 +156,7 @@ class AsyncUpdate(Update):
         self._messages: dist.ProcessGroup | None = None
         self._tally = (0.0, 0.0, 1.0)
         self._port = self._open_port(ranks)
-        # When nobody has this any more, or the process ends, the server must not wait for this worker.
+        # When this is garbage, or the process ends, the server must not wait for this worker.
         weakref.finalize(self, self._port.leave).atexit = False
         # At the end the last to register is the first to be called: while the process group is still there.
         atexit.register(_leave_at_exit, weakref.ref(self._port))
@@ -183,7 +184,9 @@ class AsyncUpdate(Update):
         self._is_empty = result.counted == 0
         overflows = self.loss_scaling is not None and not self._is_empty and not math.isfinite(result.norm)
         has_update = not self._is_empty and not overflows
-        if self._host is None and has_update:  # the server sets its own; here it is for those who look
+        if (
+            self._host is None and has_update
+        ):  # the server sets its own; here it is for readers of the optimizer
             self._learning_rate.set(result.version - 1)
         scale = float(self.loss_scale)
         outcome = Outcome(result.total, result.counted, result.norm, scale, float(overflows))

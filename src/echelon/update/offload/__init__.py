@@ -1,1 +1,1 @@
-"""What leaves the device for the memory of its host, and comes back in time."""
+"""offload=optimizer: masters, optimizer state and updates in host memory."""

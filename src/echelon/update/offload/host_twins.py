@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import HostBoundary
-from echelon.collectives.buffer_layout import block_size, lay_out
 from echelon.state.ownership import LocalParameter
-from echelon.update.precision.flat_memory import dense_strides
+from echelon.update.precision.flat_memory import views_like, without_memory
 from echelon.update.precision.rounding import KeyedRounding, Placement
 from echelon.update.precision.stepper import follow
 
 # Bytes of optimizer state for each byte of what it updates, of optimizers that keep less than two moments.
 _STATE = {"SGD": 1, "Adafactor": 0, "SM3": 1, "Muon": 1, "Adagrad": 1, "RMSprop": 1}
 _MOMENTS = 2
+_CPU = torch.device("cpu")
 
 
 class HostRun(Protocol):
@@ -50,19 +50,19 @@ class Twin:
     host_run: HostRun | None = None  # where the weight is kept on the host, with offload=parameters
 
     def current_version(self) -> tuple[int, int]:
-        """Another one, if somebody has changed the weight, or given it other memory."""
+        """Return another version, if the user has changed the weight, or given it other memory."""
         if not self.is_watched:
             return 0, 0
         return self.local.parameter._version, self.local.parameter.data_ptr()
 
     def forget_version(self) -> None:
-        """Somebody has changed the weight, as others have found."""
+        """The user has changed the weight, as the engine has found."""
         if self.version is not None:
             self.version = (-1, -1)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the weight has values that the twin lacks, and the next update begins with."""
+        """Return whether the weight has values that the twin lacks, and the next update begins with."""
         return self.is_watched and self.version is not None and self.version != self.current_version()
 
 
@@ -107,7 +107,7 @@ class HostTwins:
         for dtype in dict.fromkeys(tensor.dtype for tensor in self._twins):
             of_type = [twin for twin in self.all if twin.local.tensor.dtype == dtype]
             own = [twin for twin in of_type if not self._is_in_place(twin)]
-            memory, views = views_like(own, dtype, self._boundary.empty)
+            memory, views = views_like([twin.local.tensor for twin in own], dtype, self._boundary.empty)
             self._pinned.append(memory)
             for twin, view in zip(own, views, strict=True):
                 twin.weights = view
@@ -118,7 +118,7 @@ class HostTwins:
                 if not self._in_float32:
                     twin.updated.data = twin.weights
         if self.has_masters:
-            self._masters, views = views_like(self.all, torch.float32, _plain_memory)
+            self._masters, views = views_like(list(self._twins), torch.float32, _plain_memory)
             for twin, view in zip(self.all, views, strict=True):
                 twin.updated.data = view
         self.has_memory = True
@@ -169,7 +169,7 @@ class HostTwins:
             self._rounding.start_update(number)
             for twin in twins:
                 self._rounding.round(twin.weights, twin.updated, self._placements[twin.local.tensor])
-                twin.updated.data = _stand_in(twin.local.tensor, torch.float32)
+                twin.updated.data = without_memory(twin.local.tensor, torch.float32, _CPU)
         elif self.has_masters and twins:
             torch._foreach_copy_([twin.weights for twin in twins], [twin.updated.detach() for twin in twins])
 
@@ -181,7 +181,7 @@ class HostTwins:
                 self._scratch[use] = _plain_memory(size, dtype)
             return self._scratch[use]
 
-        _, copies = views_like(twins, torch.float32, reuse)
+        _, copies = views_like([twin.local.tensor for twin in twins], torch.float32, reuse)
         torch._foreach_copy_(copies, list(values))
         return copies
 
@@ -195,7 +195,8 @@ class HostTwins:
         return [*masters, *self._scratch.values()]
 
     def num_bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        """What weights, masters and the optimizer's state will take, about: state is that of known kinds."""
+        """Return about what weights, masters and the optimizer's state will take: state is that of known
+        kinds."""
         weights = sum(twin.local.tensor.nbytes for twin in self.all if not self._is_in_place(twin))
         own = sum(tensor.nbytes for tensor in self._twins)
         float32 = sum(4 * tensor.numel() for tensor in self._twins)
@@ -206,33 +207,16 @@ class HostTwins:
 
     def _without_memory(self, local: LocalParameter) -> Twin:
         dtype = torch.float32 if self._in_float32 else local.tensor.dtype
-        updated = nn.Parameter(_stand_in(local.tensor, dtype))
-        return Twin(local, updated, _stand_in(local.tensor, local.tensor.dtype))
+        updated = nn.Parameter(without_memory(local.tensor, dtype, _CPU))
+        return Twin(local, updated, without_memory(local.tensor, local.tensor.dtype, _CPU))
 
 
 def _plain_memory(size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
-def _stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the host, of this shape, without memory of its own."""
-    return torch.zeros((), dtype=dtype).expand(like.shape)
-
-
-def views_like(
-    twins: Sequence[Twin], dtype: torch.dtype, empty: Callable[[int, torch.dtype], Tensor]
-) -> tuple[Tensor, list[Tensor]]:
-    """New memory, and a view of it for each twin, with the shape and strides of the local parameter."""
-    layout = lay_out((twin.local.tensor.numel() for twin in twins), block_size(dtype))
-    memory = empty(layout.size, dtype)
-    views = [
-        memory.as_strided(twin.local.tensor.shape, dense_strides(twin.local.tensor), begin)
-        for twin, (begin, _) in zip(twins, layout.places, strict=True)
-    ]
-    return memory, views
-
-
 def _shares_memory(local: LocalParameter) -> bool:
-    """Whether what is updated is memory of the model's parameter, so that the user can change it there."""
+    """Return whether what is updated is memory of the model's parameter, so that the user can change it
+    there."""
     own, of_model = local.tensor.untyped_storage(), local.parameter.untyped_storage()
     return bool(own._cdata == of_model._cdata)

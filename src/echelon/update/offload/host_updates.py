@@ -1,4 +1,7 @@
-"""offload=optimizer: the user's optimizer over twins in host memory, and who waits for what it makes."""
+"""offload=optimizer: the user's optimizer over twins in host memory, who waits for its weights, and whether
+the memory suffices: asked before any is taken. All ranks of a machine share its memory: they exchange what
+each needs, and refuse together.
+"""
 
 import socket
 import zlib
@@ -41,17 +44,16 @@ def make_host_stepper(
     *,
     masters: bool,
 ) -> HostStepper:
-    """The optimizer, of the model's own parameters, over their twins on the host."""
+    """Return the optimizer, of the model's own parameters, over their twins on the host."""
     plan = mesh.plan
     units = [unit for sharing in local.sharings for unit in _units(sharing)]
-    every = [each for unit in units for each in unit]
     runs = {
         each.tensor: sharing.host_run(each)
         for sharing in local.sharings
         for each in sharing.local_parameters()
     }
     twins = HostTwins(
-        every,
+        [each for unit in units for each in unit],
         mesh.boundary,
         masters=masters,
         rounding=rounding,
@@ -69,6 +71,12 @@ def make_host_stepper(
         delay=plan.delay > 0,
         in_backward=plan.update != "step",
     )
+    _guard_weights(stepper, local, wrapping)
+    return stepper
+
+
+def _guard_weights(stepper: HostStepper, local: LocalStages, wrapping: Wrapping) -> None:
+    """Let every reader of weights wait until the new ones are there; after a failure, let none read them."""
     watched = [
         NewWeights(sharing.parameter_set, sharing.kept_whole(), stepper.wait, wrapping)
         for sharing in local.sharings
@@ -95,10 +103,10 @@ def make_host_stepper(
         for of_zero in resident:
             of_zero.hide()
 
+    # Some weights are those of after the update and others of before: a model of both would go unnoticed.
     stepper.on_failure = hide_all
     for sharing in local.sharings:
         sharing.expect_weights(stepper.wait)
-    return stepper
 
 
 def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -125,7 +133,7 @@ def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
 
 def _units(sharing: Sharing) -> list[list[LocalParameter]]:
-    """The local parameters of a set by its units, in the order of the model; what is in none comes last."""
+    """Return the local parameters of a set by its units, in the model's order; those in no unit come last."""
     units = sharing.parameter_set.units
     number = {parameter: index for index, unit in enumerate(units) for _, parameter in unit.parameters}
     groups: list[list[LocalParameter]] = [[] for _ in range(len(units) + 1)]
@@ -135,7 +143,7 @@ def _units(sharing: Sharing) -> list[list[LocalParameter]]:
 
 
 def _num_threads(mesh: Mesh) -> int | None:
-    """A rank's share of the cores, beside a GPU; on the CPU, those that the rank computes with."""
+    """Return a rank's share of the cores, beside a GPU; on the CPU, those that the rank computes with."""
     if mesh.device.type != "cuda":
         return None
     return max(1, usable_cores() // max(1, min(mesh.plan.ranks, torch.cuda.device_count())))
@@ -162,8 +170,8 @@ def check_host_memory(needs: Mapping[str, int], mesh: Mesh) -> None:
 
 
 def parameter_bytes(modules: Mapping[int, nn.Module], mesh: Mesh, resident_bytes: int) -> int:
-    """What offload=parameters puts into host memory on this rank; 0 without it. On a CPU weights that have
-    values only move."""
+    """Return the bytes that offload=parameters puts into host memory on this rank; 0 without it. On a CPU
+    weights that have values only move."""
     if "parameters" not in mesh.plan.offload:
         return 0
     parameters = {p for module in modules.values() for p in module.parameters()}
@@ -176,7 +184,7 @@ def parameter_bytes(modules: Mapping[int, nn.Module], mesh: Mesh, resident_bytes
 
 
 def _held_bytes(parameters: Iterable[nn.Parameter], mesh: Mesh, axis: str) -> int:
-    """Of the part that this rank has, if the ranks along `axis` share them out."""
+    """Return the bytes of this rank's part, if the ranks along `axis` share parameters out."""
     parts = mesh.group(axis).size if mesh.plan.zero == 3 else 1
     return sum(p.numel() * p.element_size() for p in parameters) // parts
 

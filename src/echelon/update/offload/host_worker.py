@@ -1,7 +1,8 @@
-"""A thread that updates weights on the host while the device goes on: jobs run one after the other.
+"""A thread that updates weights on the host while the device goes on: its jobs, the memory of their
+gradients, and its calls of the user's optimizer.
 
-A job that raises leaves weights between those of before and after an update. So the jobs behind it do not
-run, and whoever waits for one, then or later, gets the error.
+Jobs run one after the other. A job that raises leaves weights between those of before and after an update. So
+the jobs behind it do not run, and every wait for one, then or later, raises the error.
 """
 
 import threading
@@ -23,7 +24,7 @@ from echelon.update.precision.stepper import takes_units
 
 @final
 class Ticket:
-    """Of a job: `wait` returns when it is done, or raises if any job has failed."""
+    """The end of a job: `wait` returns when it is done, or raises if any job has failed."""
 
     def __init__(self, worker: "HostWorker") -> None:
         self._worker = worker
@@ -140,7 +141,13 @@ class HostWorker:
 
 @final
 class HostRing:
-    """One thread takes pieces, another gives them back."""
+    """Host memory for gradients on their way to an update. One thread takes pieces, another gives them back.
+
+        | in use: units 7, 6, 5 | free …                 | in use: units 9, 8 |
+                                ↑ the next piece          ↑ the first to be given back
+
+    Updates run in the order in which their gradients came: pieces come back in the order of their taking.
+    """
 
     def __init__(self, boundary: HostBoundary, num_bytes: int) -> None:
         self._memory = boundary.empty(num_bytes, torch.uint8)
@@ -152,6 +159,7 @@ class HostRing:
         """A piece of memory; waits until there is room for it."""
         assert num_bytes <= len(self._memory), (num_bytes, len(self._memory))
         with self._changed:
+            # Abandoned: the thread that gives back has failed, and the step would wait forever.
             while (begin := self._find(num_bytes)) is None and not self._is_abandoned:
                 self._changed.wait()
             begin = begin or 0
@@ -165,7 +173,7 @@ class HostRing:
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Nobody gives back or reads a piece any more: nobody need wait for one."""
+        """No piece is given back or read any more: no thread need wait for one."""
         with self._changed:
             self._is_abandoned = True
             self._changed.notify()
@@ -189,7 +197,12 @@ _STEP_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 
 @final
 class HostCall:
-    """One update of some parameters on the host, with the options of now."""
+    """One update of some parameters on the host, with the options of now.
+
+    It works on a copy of the optimizer that shares its state: a learning rate that is set meanwhile is for
+    the next update. Where torch has a fused kernel for the CPU, and the user has left open how the optimizer
+    works, it uses that: one pass over memory.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -215,13 +228,13 @@ class DirectCall:
 
 
 def runs_beside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another thread may update: the optimizer is a known one, nobody watches its steps, and ranks
-    do not talk in them."""
+    """Return whether another thread may update: the optimizer is a known one, no hook watches its steps, and
+    ranks do not talk in them."""
     return takes_units(optimizer) and not talks(optimizer)
 
 
 def talks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ranks add up sums in its steps."""
+    """Return whether ranks add up sums in its steps."""
     sums = [each for each in inner_optimizers(optimizer) if isinstance(each, SumOptimizer)]
     return any(work.exchange.rounds for each in sums for work in each._work)
 

@@ -1,4 +1,9 @@
-"""New weights on their way from the host: sent when an update has made them, waited for when first used."""
+"""New weights on their way from the host: sent when an update has made them, waited for when first used.
+
+With delay=1 the device has W(t − 1) between two steps, and the host has W(t). An evaluation is of W(t), and
+the next step computes with W(t − 1) again: `KeptWeights` has these meanwhile, so that reading changes
+nothing.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -7,8 +12,9 @@ from torch import Tensor
 
 from echelon.collectives import Copy, HostBoundary, LateFetch
 from echelon.state.ownership import LocalParameter
-from echelon.update.offload.host_twins import HostTwins, Twin, views_like
+from echelon.update.offload.host_twins import HostTwins, Twin
 from echelon.update.offload.host_worker import Ticket
+from echelon.update.precision.flat_memory import views_like
 
 
 @final
@@ -82,11 +88,11 @@ class WeightReturn:
         self._delayed = []
 
     def changed_twins(self) -> list[Twin]:
-        """Those kept back whose weights somebody has changed meanwhile."""
+        """Return twins kept back whose weights the user has changed meanwhile."""
         return [twin for kept in self._delayed for twin in kept.twins if self.is_changed(twin)]
 
     def is_changed(self, twin: Twin) -> bool:
-        """Whether somebody has changed a weight since it came up, and the twin has other values."""
+        """Return whether the user has changed a weight since it came up, and the twin has other values."""
         return twin.local.tensor not in self._on_the_way and twin.is_changed
 
     def _mark(self, returning: Returning) -> None:
@@ -131,13 +137,14 @@ class WeightReturn:
 
 
 def _coming(twins: Sequence[Twin]) -> list[Twin]:
-    """Those whose weights go to the device as soon as they are made; the others are fetched for each use."""
+    """Return twins whose weights go to the device as soon as they are made; others are fetched for each
+    use."""
     return [twin for twin in twins if twin.host_run is None]
 
 
 @final
 class KeptWeights:
-    """Has memory from the first time on that somebody reads."""
+    """Takes memory when the newest weights are first read."""
 
     def __init__(self, twins: HostTwins, boundary: HostBoundary) -> None:
         self._twins, self._boundary = twins, boundary
@@ -184,11 +191,11 @@ class KeptWeights:
         return replaced
 
     def is_changed(self) -> bool:
-        """Whether the user has changed a weight since the newest came up."""
+        """Return whether the user has changed a weight since the newest came up."""
         return any(twin.is_changed for twin in self._kept())
 
     def num_bytes(self) -> int:
-        """What it may take."""
+        """Return the bytes that it may take."""
         return sum(twin.local.tensor.nbytes for twin in self._twins.all)
 
     def _kept(self) -> list[Twin]:
@@ -197,6 +204,6 @@ class KeptWeights:
     def _allocate(self) -> None:
         for dtype in dict.fromkeys(twin.local.tensor.dtype for twin in self._twins.all):
             twins = [twin for twin in self._twins.all if twin.local.tensor.dtype == dtype]
-            memory, views = views_like(twins, dtype, self._boundary.empty)
+            memory, views = views_like([twin.local.tensor for twin in twins], dtype, self._boundary.empty)
             self._memory.append(memory)
             self._views |= {twin.local.tensor: view for twin, view in zip(twins, views, strict=True)}

@@ -7,7 +7,8 @@ The options and what they mean are those of torch.optim.Adafactor, with the same
     U          G / √V
     W          −= α U / max(1, RMS(U) / d),   with α = max(ε₂, RMS(W)) · min(lr, 1 / √step)
 
-The sums behind R, C, RMS(W) and RMS(U) are over the whole tensor, whoever holds it: two messages per update.
+The sums behind R, C, RMS(W) and RMS(U) are over the whole tensor, over all ranks that hold parts: two
+messages per update.
 """
 
 from collections.abc import Sequence
@@ -144,7 +145,7 @@ def _is_factored(entry: Entry) -> bool:
 
 
 def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
-    """What is here of the sums of squares."""
+    """Add this rank's part of the sums of squares."""
     weights = [weight for entry in entries for weight in entry.weights]
     _add_norms(entries, [sums[entry.part.number][0] for entry in entries], weights)
     matrices = [entry for entry in entries if _is_factored(entry)]

@@ -1,7 +1,12 @@
-"""The learning rate of an optimizer, set by a schedule.
+"""The learning rate of an optimizer, set by a schedule: the factor of a step, a pure function of its number.
 
-The engine and the server of asynchronous training use this one class, so that both agree. `verify` computes
-the rate by itself: what is compared must not share the mistake.
+    constant   ╱▔▔▔▔▔▔▔▔     warm-up, then 1 forever
+    cosine     ╱▔╲__         warm-up, then half a cosine down to `floor`
+    wsd        ╱▔▔▔▔▔╲_      warm-up, stable at 1, then down to `floor` over the last `decay` steps
+
+The engine and the server of asynchronous training use one class, so that both agree. A schedule holds no
+optimizer and counts no steps: a resumed run has nothing to restore. `verify` computes the rate by itself:
+what is compared must not share the mistake.
 """
 
 import math
@@ -56,9 +61,6 @@ class LearningRate:
                 "PipeDream schedule updates of several steps are under way; use parallelize(schedule=…), "
                 "which sets that of each update"
             )
-
-
-# Schedules.
 
 
 # How far the factor has fallen (0 … 1) after each part (0 … 1) of the decay. wsd uses the square root: it

@@ -1,7 +1,11 @@
-"""The user's optimizer over the parts of parameters that this rank holds.
+"""The user's optimizer over the parts of parameters that this rank holds, and the state that it starts with.
 
 The user's function gets the model's own parameters, so that rules like "decay matrices, not vectors" work.
 Then each parameter in the optimizer's groups is replaced by what this rank updates of it.
+
+torch.optim.Adagrad makes its sums in its constructor, of the parameters that it is given; that of torch 2.11
+does so nowhere else. Parts get theirs from the same constructor, which is asked what it makes of a tensor of
+one element. They get it when it is first needed: a part may have no memory until then.
 """
 
 from collections import defaultdict
@@ -116,8 +120,8 @@ def begin_like(state: Mapping[Tensor, State], tensor: Tensor, like: Tensor) -> F
 def first_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole: nn.Parameter, part: nn.Parameter
 ) -> FirstState | None:
-    """What `optimizer`, which has made state of `whole`, makes of `part` of it; None if nobody knows: then it
-    must do so in an update, or fails there."""
+    """Return the state that `optimizer`, which has made one of `whole`, makes of `part` of it; None if it is
+    unknown: then it must do so in an update, or fails there."""
     made = optimizer.state.get(whole)
     if not made:
         return None
@@ -140,8 +144,8 @@ def first_state(
 
 
 def _begins_alike(made: Any, small: Any, whole: Tensor | None) -> bool:
-    """Whether state has the same number for every element of `whole` (or is one number, without it), which is
-    that of the small tensor, in the precision of what was made."""
+    """Return whether state has the same number for every element of `whole` (or is one number, without it),
+    which is that of the small tensor, in the precision of what was made."""
     if not isinstance(made, Tensor) or not isinstance(small, Tensor):
         return isinstance(small, bool | int | float | None) and made == small
     has_shape = made.dim() == 0 if whole is None else made.shape == whole.shape
@@ -186,7 +190,7 @@ def _keep_states(optimizer: torch.optim.Optimizer, states: FirstStates) -> None:
 def _first_states(
     optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, Sequence[nn.Parameter]]
 ) -> FirstStates:
-    """Of all parts, where the optimizer has made state of whole parameters already."""
+    """Return the states of all parts, where the optimizer has made state of whole parameters already."""
     states = FirstStates()
     for each in inner_optimizers(optimizer):
         for group in each.param_groups:

@@ -1,4 +1,4 @@
-"""What an optimizer must see of a parameter to update it.
+"""How much of a parameter an optimizer must see to update it.
 
     element   each element alone: a rank can update any run of elements        AdamW, SGD
     sums      sums over rows, columns or all of it: ranks add up theirs        Adafactor and SM3 of echelon
@@ -37,12 +37,12 @@ _ELEMENTWISE = (
     "Rprop",
     "SGD",
 )
-# Those that look at one whole parameter at a time.
+# Those that need one whole parameter at a time.
 _WHOLE = ("Adafactor", "Muon")
 
 
 def need_of(optimizer: torch.optim.Optimizer) -> Need | None:
-    """What an optimizer needs, as it says or as it is known of torch's; None if nobody knows."""
+    """Return what an optimizer needs, as it declares or as torch's are known to; None if it is unknown."""
     declared = getattr(optimizer, "needs", None)
     if declared is not None:
         return _declared(optimizer, declared)
@@ -58,12 +58,12 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.O
 
 
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is one of torch's own that treat every element alike."""
+    """Return whether `optimizer` is one of torch's own that treat every element alike."""
     return _is_torch_s(optimizer, _ELEMENTWISE)
 
 
 def check_parts(optimizer: torch.optim.Optimizer, plan: str) -> None:
-    """Refuse an optimizer of which nobody knows what it needs, where ranks hold parts of parameters."""
+    """Refuse an optimizer whose needs are unknown, where ranks hold parts of parameters."""
     if need_of(optimizer) is None:
         name = type(optimizer).__name__
         raise UserError(

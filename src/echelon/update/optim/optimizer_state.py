@@ -1,4 +1,4 @@
-"""What an optimizer's state of a tensor looks like: its keys, and the type, device and dims of each value.
+"""An optimizer's state of a tensor: its keys, the type, device and dims of each value, and how it is loaded.
 
 The optimizer itself is asked: a copy of it updates a tensor of one element, of which the state is kept.
 
@@ -24,7 +24,7 @@ Forms = Mapping[str, Any]  # by key: a tensor, of at most one element, or a numb
 def state_forms(
     optimizer: torch.optim.Optimizer, tensor: nn.Parameter, *, fused: bool = False
 ) -> Forms | None:
-    """The state that the optimizer makes of a tensor, as small as it can be; None if nobody knows.
+    """The state that the optimizer makes of a tensor, as small as it can be; None if it is unknown.
 
     `fused`: its kernel is chosen for each update (offload=optimizer).
     """
@@ -33,7 +33,8 @@ def state_forms(
 
 
 def has_no_state(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> bool:
-    """Whether the optimizer never updates a tensor, since this rank has padding alone of the parameter."""
+    """Return whether the optimizer never updates a tensor, since this rank has padding alone of the
+    parameter."""
     owner = _owner(optimizer, tensor)
     return owner is not None and isinstance(owner[0], SumOptimizer) and owner[0].passes_over(tensor)
 
@@ -112,7 +113,7 @@ def load_state(
 def _memory(
     before: Any, shape: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What holds this state already, where it has this form; else new memory."""
+    """Return the tensor that holds this state already, where it has this form; else new memory."""
     form = (shape, tuple(strides), dtype, device)
     if isinstance(before, Tensor) and (before.shape, before.stride(), before.dtype, before.device) == form:
         return before

@@ -1,4 +1,4 @@
-"""Optimizers by name, for job files. In code, any torch optimizer works."""
+"""Several optimizers as one (Muon for matrices, AdamW for the rest), and optimizers by name for job files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, final
@@ -43,7 +43,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             optimizer.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: nobody would know which of the optimizers is to update them."""
+        """Refuse: it is unknown which of the optimizers is to update them."""
         if self.param_groups:
             raise UserError(
                 f"CombinedOptimizer.add_param_group: nobody knows which of its {len(self.optimizers)} "
@@ -56,7 +56,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "optimizers": self.optimizers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose groups and state are its own."""
+        """Restore a copy, whose groups and state are its own."""
         super().__setstate__(state)
         self._connect()
 
@@ -73,7 +73,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @property
     def needs(self) -> Need | None:
-        """What all of them need: the most that one of them does."""
+        """The most that one of the optimizers needs."""
         known = [need for optimizer in self.optimizers if (need := need_of(optimizer)) is not None]
         most = max(known, key=lambda need: list(Need).index(need), default=None)
         return most if len(known) == len(self.optimizers) else None

@@ -6,8 +6,8 @@
     W          −= lr · M, or lr · U
     the accumulator of an index    the largest ν of all elements that have it
 
-The largest is over the whole tensor, whoever holds it: one message per update. A vector has an accumulator
-for each element, so that ν is the sum of G², as in Adagrad.
+The largest is over the whole tensor, over all ranks that hold parts: one message per update. A vector has an
+accumulator for each element, so that ν is the sum of G², as in Adagrad.
 """
 
 from collections.abc import Sequence
@@ -138,7 +138,7 @@ def _second_moments(entry: Entry) -> list[Tensor]:
 def _collect_largest(
     entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], largest: StatisticsBuffer
 ) -> None:
-    """What is here of the new accumulators."""
+    """Collect this rank's part of the new accumulators."""
     pairs = list(zip(entries, moments, strict=True))
     for dim in range(max(_num_accumulators(entry) for entry in entries)):
         having = [(entry, of_one) for entry, of_one in pairs if dim < _num_accumulators(entry)]
@@ -149,7 +149,7 @@ def _collect_largest(
 
 
 def _largest(moment: Tensor, dim: int) -> Tensor:
-    """Of each index of `dim`."""
+    """Return the largest element of each index of `dim`."""
     others = [other for other in range(moment.dim()) if other != dim]
     return moment.amax(others, keepdim=True) if others else moment
 

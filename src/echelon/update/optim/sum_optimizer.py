@@ -1,8 +1,16 @@
 """Optimizers whose update of an element needs sums over rows, columns or all of its tensor.
 
-A subclass sees each parameter as boxes of the whole one, and keeps its statistics whole. On one device there
-is one box, and nobody to ask. Scale and skip flag come on the device, by the protocol of torch's GradScaler:
-an update reads nothing from there.
+A subclass sees each parameter as boxes of the whole one, and keeps its statistics whole, on every rank that
+holds a part. A rank adds up what it has, part by part, in its place:
+
+    whole 3 × 4      rank 0      rank 1            sums of rows, over both
+    a a a a          a a a a                       4a
+    a a b b          a a         b b        →      2a + 2b
+    b b b b                      b b b b           4b
+
+All statistics lie in one buffer, so that one message serves all parameters. Ranks lay it out alike: also for
+parameters of which they hold nothing, whose zeros change no sum and no maximum of squares. Scale and skip
+flag come on the device, by the protocol of torch's GradScaler: an update reads nothing from there.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +37,7 @@ def whole_box(dims: Sized) -> Box:
 
 
 class Part(NamedTuple):
-    """What one tensor, which an optimizer updates, is of a whole parameter.
+    """The part of a whole parameter that one tensor, which an optimizer updates, is.
 
     `views` are those of a tensor like it (its gradient, say): one for each of the `boxes`, in its shape.
     """
@@ -233,7 +241,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         """The state before the first update of `tensor`, the entry's parameter; statistics are of `dtype`."""
 
     def _find_parameters(self) -> None:
-        """Those of the groups, which users may change between updates."""
+        """Find the parameters of the groups, which users may change between updates."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         known = {p for work in self._work for p in work.exchange.parts}
         if not self.uses_up_gradients and known != set(parameters):
@@ -262,7 +270,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         return self._new_state(group, Entry(part, shape, {}, [], []), small, work.exchange.dtype)
 
     def passes_over(self, tensor: Tensor) -> bool:
-        """Whether updates leave a parameter out, since all that is here of it is padding."""
+        """Return whether updates leave a parameter out, since all that is here of it is padding."""
         self._find_parameters()
         held = (work.exchange.parts.get(tensor) for work in self._work)
         return not any(part is not None and _has_elements(part, tensor) for part in held)
@@ -307,7 +315,7 @@ def _has_elements(part: Part, tensor: Tensor) -> bool:
 
 
 def _by_type(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """What an update computes of parameters of one type must not depend on those of another."""
+    """Divide entries by type: an update of parameters of one type must not depend on those of another."""
     by_type: dict[torch.dtype, list[Entry]] = {}
     for entry in entries:
         by_type.setdefault(entry.weights[0].dtype, []).append(entry)

@@ -1,7 +1,7 @@
 """Many tensors of one type in one piece of memory, so that few kernels and one allocation serve them all."""
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +16,44 @@ def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     views: dict[int, Tensor] = {}
     for device, indices in _by_memory(like).items():
-        layout = lay_out((like[index].numel() for index in indices), block_size(dtype))
-        memory = torch.empty(layout.size, dtype=dtype, device=device)
-        for index, (begin, _) in zip(indices, layout.places, strict=True):
-            views[index] = memory.as_strided(like[index].shape, dense_strides(like[index]), begin)
+        _, of_device = views_like([like[index] for index in indices], dtype, partial(_empty, device=device))
+        views |= zip(indices, of_device, strict=True)
     return [views[index] for index in range(len(like))]
 
 
+def views_like(
+    like: Sequence[Tensor], dtype: torch.dtype, empty: Callable[[int, torch.dtype], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the memory that `empty` takes for so many elements, and its view for each tensor of `like`."""
+    layout = lay_out((each.numel() for each in like), block_size(dtype))
+    memory = empty(layout.size, dtype)
+    views = [
+        memory.as_strided(each.shape, dense_strides(each), begin)
+        for each, (begin, _) in zip(like, layout.places, strict=True)
+    ]
+    return memory, views
+
+
+def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def without_memory(
+    like: Tensor, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Return a tensor like this one with one element of memory: it stands for a copy that is made later."""
+    return torch.zeros((), dtype=dtype, device=like.device if device is None else device).expand(like.shape)
+
+
 def have_same_layout(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the elements of two tensors of one shape lie alike in memory. The stride of a dim of size 1
-    moves nothing, and may be any."""
+    """Return whether the elements of two tensors of one shape lie alike in memory. The stride of a dim of
+    size 1 moves nothing, and may be any."""
     pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return all(size == 1 or stride == other_stride for size, stride, other_stride in pairs)
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Those of a copy of the tensor."""
+    """Return the strides of a copy of the tensor."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
@@ -57,7 +79,13 @@ def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> 
         for weight, master in zip(weights, masters, strict=True)
         if weight.grad is not None
     ]
-    limit = min(_LARGEST_PORTION, sum(sizes) // 2)
+    yield from portions(weights, sizes, min(_LARGEST_PORTION, sum(sizes) // 2))
+
+
+def portions(
+    weights: Sequence[nn.Parameter], sizes: Sequence[int], limit: int
+) -> Iterator[list[nn.Parameter]]:
+    """Divide weights into portions of at most `limit` bytes, or of one weight that is larger."""
     portion: list[nn.Parameter] = []
     taken = 0
     for weight, size in zip(weights, sizes, strict=True):
@@ -87,7 +115,7 @@ def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter])
 
 
 def _copied_bytes(gradient: Tensor, master: nn.Parameter) -> int:
-    """What a float32 copy of the gradient takes, or 0 if none is needed."""
+    """Return the bytes of a float32 copy of the gradient, or 0 if none is needed."""
     if not _needs_copy(gradient, master):
         return 0
     numel = gradient._values().numel() if gradient.is_sparse else gradient.numel()
@@ -101,7 +129,7 @@ def _needs_copy(gradient: Tensor, master: nn.Parameter) -> bool:
 
 
 def has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton has kernels for it."""
+    """Return whether Triton has kernels for it."""
     return tensor.is_cuda and _has_triton()
 
 

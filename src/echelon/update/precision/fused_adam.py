@@ -33,7 +33,7 @@ class Element(NamedTuple):
 
 @final
 class Prepared:
-    """What the kernel is given for some masters, as long as all of it lies where it lay.
+    """Arguments of the kernel for some masters, valid while all of it lies where it lay.
 
     It holds no gradient: those of the next step may need the memory.
     """
@@ -81,7 +81,7 @@ class FusedAdam:
         return self._prepared[masters[0]]
 
     def forget(self) -> None:
-        """State has other memory: look for it again."""
+        """State has other memory: find it again."""
         self._prepared.clear()
 
     def _suits(self) -> bool:
@@ -95,7 +95,8 @@ class FusedAdam:
     def _addresses(
         self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> list[int] | None:
-        """Of all that belongs to the masters, read again in each step: it costs little of a step's time."""
+        """Return the addresses of all that belongs to the masters, in each step: it costs little of its
+        time."""
         addresses = []
         for weight, master in zip(weights, masters, strict=True):
             state, gradient = self._optimizer.state.get(master), weight.grad
@@ -133,7 +134,7 @@ class FusedAdam:
 
     @torch.no_grad()
     def step(self, prepared: Prepared, factor: Number, skip: Flag) -> None:
-        """Gradients are multiplied by `factor`; where `skip`, nothing changes. Nobody waits for either."""
+        """Gradients are multiplied by `factor`; where `skip`, nothing changes. Neither is read."""
         from echelon.update.precision.fused_adam_kernel import update
 
         chosen = [next(iter(self._optimizer.state))]

@@ -22,14 +22,13 @@ from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make, make_local
-from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel
+from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, portions, without_memory
 from echelon.update.precision.stepper import (
     LocalStepper,
     by_parameter,
     copy_all,
     takes_portions,
     with_gradients,
-    without_memory,
 )
 
 
@@ -47,7 +46,7 @@ def runs_of(boxes: Iterable[OwnedSlice], device: torch.device) -> list[ElementRu
 
 
 def whole_run(tensor: Tensor) -> ElementRuns:
-    """That of a whole parameter."""
+    """Return the one run of a whole parameter."""
     begin = torch.zeros(1, dtype=torch.int64, device=tensor.device)
     return ElementRuns(begin, begin, tensor.numel())
 
@@ -79,7 +78,7 @@ _CPU_TILE, _GPU_TILE = 1 << 16, 1 << 22  # elements at a time, which bounds the 
 
 
 class Placement(NamedTuple):
-    """What the noise of a tensor depends on, beside seed and update: its parameter, and its elements."""
+    """Decides the noise of a tensor, beside seed and update: its parameter, and its elements."""
 
     name: int  # a hash
     runs: Sequence[ElementRuns]
@@ -97,7 +96,7 @@ class KeyedRounding:
         self._seed, self._num_updates = seed, 0
 
     def start_update(self, number: int) -> None:
-        """Counted from 0 by the engine: how often somebody has asked may depend on the plan."""
+        """Begin update `number`, from 0. The engine counts: the number of calls depends on the plan."""
         self._num_updates = number + 1
 
     def round(self, weight: Tensor, value: Tensor, placement: Placement) -> None:
@@ -193,7 +192,8 @@ class RoundingStepper(LocalStepper):
             self._step(weights, factor, skip)
             return
         skip = self._call.readable(skip)
-        for portion in _portions(weights):
+        sizes = [weight.numel() * torch.float32.itemsize for weight in weights]
+        for portion in portions(weights, sizes, _PORTION):
             self._step(portion, factor, skip)
 
     def _step(self, weights: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
@@ -216,17 +216,3 @@ class RoundingStepper(LocalStepper):
 
     def updated(self, local: LocalParameter) -> nn.Parameter:
         return self._copies[local.tensor]
-
-
-def _portions(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    portion: list[nn.Parameter] = []
-    taken = 0
-    for weight in weights:
-        size = weight.numel() * torch.float32.itemsize
-        if portion and taken + size > _PORTION:
-            yield portion
-            portion, taken = [], 0
-        portion.append(weight)
-        taken += size
-    if portion:
-        yield portion

@@ -21,7 +21,7 @@ from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make, make_local
 from echelon.update.optim.needs import inner_optimizers, need_of, works_by_element
 from echelon.update.optim.optimizer_state import load_state
-from echelon.update.precision.flat_memory import as_float32, dense_strides, divide, flat_views
+from echelon.update.precision.flat_memory import as_float32, dense_strides, divide, flat_views, without_memory
 from echelon.update.precision.fused_adam import FusedAdam
 from echelon.update.precision.optimizer_call import (
     DeviceCall,
@@ -82,7 +82,7 @@ class Stepper(ABC):
         """Raise if the optimizer cannot take a gradient of a `unit`. Changes nothing."""
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
-        """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
+        """Return the optimizer's state of a local parameter, and its master."""
         return {}
 
     @abstractmethod
@@ -91,16 +91,17 @@ class Stepper(ABC):
         weight is loaded already. Talks to no one."""
 
     def changed(self) -> list[LocalParameter]:
-        """Those that somebody has changed since the last update, of weights that come from elsewhere."""
+        """Return weights that the user has changed since the last update, of those that come from the
+        host."""
         return []
 
     def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
         # are updated themselves)
-        """Between two updates: somebody has changed these weights. What stands for them here follows, in the
+        """Between two updates: the user has changed these weights. Their masters or copies follow, in the
         elements that are others now. Talks to no one."""
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates on this rank, each with the name of its parameter."""
+        """Return the tensors that the optimizer updates on this rank, each with the name of its parameter."""
         return []
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:
@@ -145,7 +146,7 @@ class LocalStepper(Stepper):
 
     @abstractmethod
     def updated(self, local: LocalParameter) -> nn.Parameter:
-        """What the optimizer updates in place of a local parameter."""
+        """Return the tensor that the optimizer updates in place of a local parameter."""
 
     def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
         for each in unit:
@@ -286,20 +287,15 @@ def with_gradients(local: Sequence[LocalParameter]) -> list[nn.Parameter]:
     return [each.tensor for each in local if each.tensor.grad is not None]
 
 
-def without_memory(weight: Tensor) -> Tensor:
-    """A float32 tensor of the same shape that stands for a copy."""
-    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
-
-
 def takes_portions(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one, also where ranks do not
-    call alike: true of torch's optimizers whose state is of single parameters."""
+    """Return whether several calls, each for some of the parameters, are the same as one, also where ranks do
+    not call alike: true of torch's optimizers whose state is of single parameters."""
     return works_by_element(optimizer) and not _is_watched(optimizer)
 
 
 def takes_units(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one, if all ranks call alike:
-    true of optimizers that look at one parameter at a time."""
+    """Return whether several calls, each for some of the parameters, are the same as one, if all ranks call
+    alike: true of optimizers that update one parameter at a time."""
     return need_of(optimizer) is not None and not _is_watched(optimizer)
 
 
@@ -321,13 +317,13 @@ _BY_UNIT = {"setting": "offload=parameters", "fix": "drop offload=parameters"}
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody hears of the calls, by a hook or in place of `step`."""
+    """Return whether a hook, or a replaced `step`, hears of the calls."""
     every = dict.fromkeys([optimizer, *inner_optimizers(optimizer)])
     return any(has_other_step(each) or has_step_hooks(each) for each in every)
 
 
 def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody has replaced `step` of this very optimizer."""
+    """Return whether `step` of this very optimizer was replaced."""
     replaced = vars(optimizer).get("step")
     return replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
 

@@ -20,6 +20,7 @@ from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice, Slice, w
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import make_local
 from echelon.update.optim.optimizer_state import load_state
+from echelon.update.precision.flat_memory import without_memory
 from echelon.update.precision.rounding import KeyedRounding, Placement, whole_run
 from echelon.update.precision.stepper import Stepper, follow, state_tensors
 
@@ -41,7 +42,7 @@ class WholeRoute(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """What goes where: each list in the order of ranks, and what goes between two ranks in one order."""
+    """Routes of parts and wholes: each list in the order of ranks, and between two ranks in one order."""
 
     group: Group
     parts: Sequence[PartRoute]
@@ -150,7 +151,7 @@ class WholeStepper(Stepper):
             self._forget_weights(updated)
 
     def _present_routes(self, chosen: set[nn.Parameter] | None) -> Routes:
-        """Of all weights that are on the device."""
+        """Return the routes of all weights that are on the device."""
         if chosen is None or not self.by_unit:
             return self._routes
         return self._routes.only(lambda local: local.tensor in chosen)
@@ -186,10 +187,10 @@ class WholeStepper(Stepper):
         self._changed.clear()
 
     def _forget_weights(self, wholes: Iterable[nn.Parameter]) -> None:
-        """Until the next update, whose weights somebody may have changed."""
+        """Forget weights until the next update: the user may change them."""
         self._is_here.clear()
         for whole in wholes:
-            whole.data = whole.new_zeros(()).expand(whole.shape)
+            whole.data = without_memory(whole, whole.dtype)
 
     @torch.no_grad()
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
@@ -220,8 +221,8 @@ class WholeStepper(Stepper):
 
 def _without_memory(route: WholeRoute, in_float32: bool) -> nn.Parameter:
     like = route.local.tensor
-    dtype = torch.float32 if in_float32 else like.dtype
-    return nn.Parameter(torch.zeros((), dtype=dtype, device=like.device).expand(route.boxes[0].shape))
+    whole = torch.empty(route.boxes[0].shape, device="meta")
+    return nn.Parameter(without_memory(whole, torch.float32 if in_float32 else like.dtype, like.device))
 
 
 def _gradient_of(tensor: nn.Parameter) -> Tensor:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.plan import Plan
-from echelon.state.checkpoint.copies import HostCopies, MemoryCopies, MemoryFolder, keeper
+from echelon.state.checkpoint.copies import HostCopies, MemoryCopies, MemoryFolder
+from echelon.state.checkpoint.copies import folder as folder_module
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.verify.contract import make_engine
 from tests.state.checkpoint.copies.host_files import make_other_version
@@ -160,7 +161,7 @@ def save_where_rank_1_cannot_write(folder: str) -> str:
 
     with ExitStack() as stack:
         if dist.get_rank() == 1:
-            stack.enter_context(mock.patch.object(keeper, "write_small", fail))
+            stack.enter_context(mock.patch.object(folder_module, "write_small", fail))
         copies.save(0, *engine.saved_state({"position": 0}))
         try:
             copies.finish()

@@ -24,8 +24,7 @@ from echelon.state.checkpoint.copies.folder import (
     step_of,
     write_small,
 )
-from echelon.state.checkpoint.copies.keeper import num_files, refuse_small_disk
-from echelon.state.checkpoint.copies.network import Sending, receivers, sendings, whole_generations
+from echelon.state.checkpoint.copies.network import Sending, num_files, receivers, sendings, whole_generations
 
 
 def test_only_this_user_can_read_it(tmp_path: Path) -> None:
@@ -99,8 +98,8 @@ def test_a_small_ram_disk_is_refused_with_its_bytes(tmp_path: Path) -> None:
     folder = MemoryFolder(tmp_path / "run", tmp_path)
     folder.make(os.getpid())
     with pytest.raises(UserError, match=r"3 states of 1024.0 TiB are kept twice, which takes 6144.0 TiB"):
-        refuse_small_disk(folder, 2.0**50, 3)
-    refuse_small_disk(folder, 1, 3)
+        folder.check_room(2.0**50, 3)
+    folder.check_room(1, 3)
 
 
 def test_what_lies_there_already_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +110,9 @@ def test_what_lies_there_already_counts_as_free(tmp_path: Path, monkeypatch: pyt
     used = sum(path.stat().st_size for path in folder.path.rglob("*"))
     assert used >= 1000
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100))
-    refuse_small_disk(folder, (1000 + used) / 4, 2)
+    folder.check_room((1000 + used) / 4, 2)
     with pytest.raises(UserError, match="2 states of"):
-        refuse_small_disk(folder, (1000 + used) / 4 + 1, 2)
+        folder.check_room((1000 + used) / 4 + 1, 2)
 
 
 def test_each_copy_goes_to_the_next_host() -> None:

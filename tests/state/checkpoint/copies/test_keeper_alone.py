@@ -11,7 +11,7 @@ import torch
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
 from echelon.state.checkpoint import Manifest
-from echelon.state.checkpoint.copies import MemoryFolder, keeper
+from echelon.state.checkpoint.copies import MemoryFolder, folder
 from echelon.state.checkpoint.copies.keeper import MemoryCopies, _Attempt
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice, whole_slice
@@ -161,7 +161,7 @@ def test_an_error_of_the_thread_is_raised_and_that_copy_is_not_the_newest(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "write_small", fail)
+        patch.setattr(folder, "write_small", fail)
         each.save(2)
         with pytest.raises(UserError, match=r"cannot be written: No space left on device; keep=2 is for"):
             each.copies.finish()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.checkpoint.copies import network
-from echelon.state.checkpoint.copies.network import RankCopy, receive, send, send_none
+from echelon.state.checkpoint.copies.network import RankCopy, receive, send
 from echelon.state.checkpoint.manifest import MOST_BYTES
 
 GROUP: Any = "the group"
@@ -58,7 +58,7 @@ def test_a_file_goes_in_pieces_to_where_it_will_be(
 
 
 def test_a_rank_without_a_copy_says_so(messages: list[Tensor]) -> None:
-    assert send_none(3, GROUP) == [2]
+    assert send(None, 3, GROUP) == [2]
     with pytest.raises(UserError, match="rank 2 could not make its copy in memory, and sends none"):
         receive(torch.empty, 2, GROUP)
     assert not messages
@@ -105,7 +105,7 @@ def test_the_smallest_and_the_largest_file(
 
 def test_a_message_without_a_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "dist", SimpleNamespace(isend=lambda *_: None))
-    assert (send(copy_of(9), 3, GROUP), send_none(3, GROUP)) == ([], [])
+    assert (send(copy_of(9), 3, GROUP), send(None, 3, GROUP)) == ([], [])
 
 
 def test_a_piece_has_64_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger
-from echelon.collectives.alone import check_not_alone
+from echelon.collectives.group import check_not_alone
 from echelon.parallel.data.sharing import Problem
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.unit_agreement import GatherAgreement

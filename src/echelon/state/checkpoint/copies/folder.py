@@ -13,7 +13,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
@@ -46,13 +46,13 @@ def step_of(generation: str) -> int:
 
 
 def generation_of(step: int, token: str) -> str:
-    """The name of one save: the same step of another attempt has another."""
+    """Name one save: the same step of another attempt has another name."""
     return f"{step:08d}-{token}"
 
 
 @final
 class MemoryFolder:
-    """Where the copies of a run are on this host. `root` is the RAM disk, or another folder."""
+    """The folder with the copies of a run on this host. `root` is the RAM disk, or another folder."""
 
     def __init__(self, run: Path, root: Path | None = None) -> None:
         self._run = os.fsencode(run.absolute())
@@ -65,7 +65,11 @@ class MemoryFolder:
         try:
             with suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
-            self._refuse_strangers()
+            if not self.is_private():
+                raise UserError(
+                    f"keep='memory': {self.path} must be a folder of this user, which no other can read; "
+                    f"remove it, or set {VARIABLE} to another place"
+                )
             for slot in range(_NUM_SLOTS):
                 self.slot(slot).mkdir(mode=0o700, exist_ok=True)
             write_small(self.path / _OWNER, _describe_process(owner).encode() + b"\n" + self._run)
@@ -75,20 +79,13 @@ class MemoryFolder:
                 "folder on a RAM disk (tmpfs) that this user can write to, or keep=2 for checkpoints on disk"
             ) from error
 
-    def _refuse_strangers(self) -> None:
-        if not self.is_private():
-            raise UserError(
-                f"keep='memory': {self.path} must be a folder of this user, which no other can read; "
-                f"remove it, or set {VARIABLE} to another place"
-            )
-
     def is_private(self) -> bool:
-        """Whether it is a folder of this user, for this user alone."""
+        """Return whether it is a folder of this user, for this user alone."""
         found = self.path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
     def changed(self) -> float:
-        """When a copy was last begun or made, in seconds since 1970."""
+        """Return when a copy was last begun or made, in seconds since 1970."""
         slots = (self.slot(slot) for slot in range(_NUM_SLOTS))
         return max((slot.stat().st_mtime for slot in slots if slot.is_dir()), default=0.0)
 
@@ -105,21 +102,52 @@ class MemoryFolder:
         return self.slot(entry.slot) / f"rank-{entry.rank:05d}.{entry.generation}.json"
 
     def entries(self) -> list[Entry]:
-        """What is whole here, by the names of manifests, which are written last."""
+        """List what is whole here, by the names of manifests, which are written last."""
         found = []
         for slot in range(_NUM_SLOTS):
-            for name in _names(self.slot(slot)):
-                match = _MANIFEST.fullmatch(name)
-                if match is not None:
-                    found.append(Entry(int(match[1]), match[2], slot))
+            with suppress(OSError):
+                matches = map(_MANIFEST.fullmatch, os.listdir(self.slot(slot)))
+                found += [Entry(int(match[1]), match[2], slot) for match in matches if match is not None]
         return found
 
+    def held(self) -> dict[str, list[int]]:
+        """Return by generation the ranks whose files are here."""
+        held: dict[str, list[int]] = {}
+        for entry in self.entries():
+            held.setdefault(entry.generation, []).append(entry.rank)
+        return held
+
+    def write_manifest(self, entry: Entry, data: bytes) -> None:
+        """Make the file of an entry whole."""
+        path = self.manifest(entry)
+        try:
+            write_small(path, data)
+        except OSError as error:
+            raise UserError(
+                f"keep='memory': {path} cannot be written: {error.strerror or error}; keep=2 is for "
+                "checkpoints on disk"
+            ) from error
+
+    def check_room(self, rank_bytes: float, files: int) -> None:
+        """Raise if `files` states of at least `rank_bytes` do not fit twice; what is there is reused."""
+        needed = _NUM_SLOTS * files * rank_bytes
+        system = os.statvfs(self.path)
+        free = system.f_bavail * system.f_frsize + _used(self.path)
+        if needed > free:
+            raise UserError(
+                f"keep='memory': {files} states of {show_bytes(rank_bytes)} are kept twice, which takes "
+                f"{show_bytes(needed)}, and {self.path.parent} has {show_bytes(free)} free; make that RAM "
+                "disk larger (mount -o remount,size=…), remove folders echelon-memory-* there of runs that "
+                f"nobody will resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 "
+                "for checkpoints on disk"
+            )
+
     def forget(self, entry: Entry) -> None:
-        """From now on its file is not whole. The memory stays, for the next save."""
+        """Make its file count as not whole. The memory stays, for the next save."""
         self.manifest(entry).unlink(missing_ok=True)
 
     def free_slot(self, rank: int, kept: str | None) -> int:
-        """Where the next file of a rank goes: not where that of the generation `kept` is."""
+        """Return where the next file of a rank goes: not where that of the generation `kept` is."""
         used = {entry.slot for entry in self.entries() if (entry.rank, entry.generation) == (rank, kept)}
         slot = next(slot for slot in range(_NUM_SLOTS) if slot not in used)
         for entry in self.entries():
@@ -129,15 +157,13 @@ class MemoryFolder:
 
 
 def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
-    """The newest step of which a folder has the files of all ranks, or 0."""
-    held: dict[str, set[int]] = {}
-    for entry in folder.entries():
-        held.setdefault(entry.generation, set()).add(entry.rank)
-    return max((step_of(name) for name, found in held.items() if len(found) >= ranks), default=0)
+    """Return the newest step of which a folder has the files of all ranks, or 0."""
+    held = folder.held()
+    return max((step_of(name) for name, found in held.items() if len(set(found)) >= ranks), default=0)
 
 
 def forget_all(folder: MemoryFolder) -> None:
-    """From now on no file is whole."""
+    """Make every file count as not whole."""
     for entry in folder.entries():
         folder.forget(entry)
 
@@ -147,7 +173,7 @@ def file_name(rank: int) -> str:
 
 
 def memory_root() -> Path:
-    """The RAM disk of this host, or what the environment names."""
+    """Return the RAM disk of this host, or what the environment names."""
     root = Path(os.environ.get(VARIABLE) or _RAM_DISK)
     if not root.is_dir():
         raise UserError(
@@ -158,7 +184,7 @@ def memory_root() -> Path:
 
 
 def host_name(folder: Path) -> str:
-    """The same for ranks that see the same folder, and for no others."""
+    """Return a text that is the same for ranks that see the same folder, and for no others."""
     found = folder.stat()
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -168,7 +194,7 @@ def host_name(folder: Path) -> str:
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """A file that is there whole, or not at all. Links are not followed."""
+    """Write a file that is there whole, or not at all. Links are not followed."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -198,15 +224,17 @@ def _is_needed(path: Path, run: Path, is_unfinished: Callable[[Path], bool]) -> 
     return time.time() - folder.changed() < DAYS_KEPT * 24 * 3600 and is_unfinished(run)
 
 
-def _names(folder: Path) -> Iterator[str]:
-    with suppress(OSError), os.scandir(folder) as found:
-        for each in found:
-            yield each.name
+def _used(folder: Path) -> int:
+    used = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            used += path.lstat().st_size
+    return used
 
 
 def _describe_process(pid: int) -> str:
-    """No other process has the same text. Where processes are counted comes first: each container may have
-    a process 7."""
+    """Return a text that no other process has. Where processes are counted comes first: each container may
+    have a process 7."""
     return f"{_namespace()} {pid} {_began(pid)}"
 
 
@@ -223,7 +251,7 @@ def _namespace() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, as the system counts; nothing if there is none."""
+    """Return when a process began, as the system counts; nothing if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -242,7 +270,14 @@ class MappedFile:
         try:
             descriptor = _open(path, size)
         except OSError as error:
-            raise _explained(path, size, error) from error
+            reason = f"keep='memory': {path} cannot be written: {error.strerror or error}"
+            if error.errno == errno.ENOSPC:
+                reason = (
+                    f"keep='memory': {path.parent} has no room for the {show_bytes(size)} of {path.name}; "
+                    f"make that RAM disk larger (mount -o remount,size=…), set {VARIABLE} to another, or "
+                    "keep=2 for checkpoints on disk"
+                )
+            raise UserError(reason) from error
         try:
             self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
@@ -267,13 +302,3 @@ def _open(path: Path, size: int) -> int:
         path.unlink()
         raise
     return descriptor
-
-
-def _explained(path: Path, size: int, error: OSError) -> UserError:
-    if error.errno == errno.ENOSPC:
-        return UserError(
-            f"keep='memory': {path.parent} has no room for the {show_bytes(size)} of {path.name}; make that "
-            f"RAM disk larger (mount -o remount,size=…), set {VARIABLE} to another, or keep=2 for "
-            "checkpoints on disk"
-        )
-    return UserError(f"keep='memory': {path} cannot be written: {error.strerror or error}")

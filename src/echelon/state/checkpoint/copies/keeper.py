@@ -4,15 +4,13 @@ save    each rank copies all that it owns to a file in memory; a thread hashes i
         next host. The generation before it stays until all ranks have said, at the next save, that this
         one is whole
 find    ranks list what their hosts have, and agree on the newest generation of which there is the file of
-        every rank; who has lost its own gets it from the host that keeps its copy
+        every rank; a rank that has lost its own gets it from the host that keeps its copy
 """
 
 import math
-import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -24,12 +22,10 @@ from echelon.collectives import Group
 from echelon.collectives.agreement import agree_on_every_rank, check_on_every_rank, gather_values
 from echelon.errors import UserError
 from echelon.launching import beat
-from echelon.quantities import show_bytes
 from echelon.state.assembly import RankSlice, exchange_slices
 from echelon.state.checkpoint.assignment import signature
 from echelon.state.checkpoint.copies import network, rank_file
 from echelon.state.checkpoint.copies.folder import (
-    VARIABLE,
     Entry,
     MappedFile,
     MemoryFolder,
@@ -37,12 +33,12 @@ from echelon.state.checkpoint.copies.folder import (
     generation_of,
     host_name,
     step_of,
-    write_small,
 )
 from echelon.state.checkpoint.copies.network import (
     Found,
     RankCopy,
     Sending,
+    num_files,
     receivers,
     sendings,
     whole_generations,
@@ -68,7 +64,7 @@ class FoundCopies(NamedTuple):
 
 @final
 class MemoryCopies:
-    """Of one run, on one rank; all ranks call the same. `group` is that of all ranks."""
+    """The copies of one run, on one rank; all ranks call the same. `group` is that of all ranks."""
 
     def __init__(self, folder: MemoryFolder, plan: str, group: Group, device: torch.device) -> None:
         self._folder, self._plan, self._group, self._device = folder, plan, group, device
@@ -86,7 +82,7 @@ class MemoryCopies:
         """Refuse a RAM disk that is too small for states of so many bytes at least, on every rank."""
         host = self._hosts[self._group.rank]
         files = num_files(host, self._hosts, self._receivers)
-        check_on_every_rank(lambda: refuse_small_disk(self._folder, rank_bytes, files))
+        check_on_every_rank(lambda: self._folder.check_room(rank_bytes, files))
 
     # Save.
 
@@ -111,7 +107,7 @@ class MemoryCopies:
         self._start(generation, slots[0], layout, manifest)
 
     def _begin(self, step: int, owned_now: str) -> tuple[str, bool]:
-        """A name for the generation, and whether all ranks own what they did. The one before is whole now."""
+        """Name the generation, and say whether all ranks own what they did. The one before is whole now."""
 
         def report() -> bool:
             self._wait()
@@ -128,39 +124,26 @@ class MemoryCopies:
             copy, errors = None, list[Exception]()
             try:
                 data = rank_file.with_hash(manifest, layout, memory).as_bytes()
-                self._write_manifest(Entry(self._group.rank, generation, slot), data)
+                self._folder.write_manifest(Entry(self._group.rank, generation, slot), data)
                 copy = RankCopy(rank_file.as_tensor(data), memory)
             except Exception as error:
                 errors.append(error)
-            try:  # in any case: other hosts wait for it
+            try:  # in any case: other hosts wait for a copy, or for the word that there is none
                 self._send_on(generation, copy, kept)
             except Exception as error:
                 errors.append(error)
             self._error = errors[0] if errors else None
 
-        self._written = generation
+        self._written = generation  # kept when the next save, or `finish`, has agreed that all ranks have it
         self._thread = threading.Thread(target=work, name="echelon-memory-copy", daemon=True)
         self._thread.start()
-
-    def _write_manifest(self, entry: Entry, data: bytes) -> None:
-        path = self._folder.manifest(entry)
-        try:
-            write_small(path, data)
-        except OSError as error:
-            raise UserError(
-                f"keep='memory': {path} cannot be written: {error.strerror or error}; keep=2 is for "
-                "checkpoints on disk"
-            ) from error
 
     def _send_on(self, generation: str, copy: RankCopy | None, kept: str | None) -> None:
         """Send this rank's file, or that there is none, to the next host, and keep those of others."""
         receiver = self._receivers[self._group.rank]
         if receiver is None or self._network is None:
             return
-        if copy is None:
-            sent = network.send_none(receiver, self._network)
-        else:
-            sent = network.send(copy, receiver, self._network)
+        sent = network.send(copy, receiver, self._network)
         errors: list[UserError] = []
         for source in [rank for rank, each in enumerate(self._receivers) if each == self._group.rank]:
             try:
@@ -177,10 +160,10 @@ class MemoryCopies:
         assert self._network is not None
         slot = self._folder.free_slot(rank, kept)
         copy = network.receive(lambda size: self._room(slot, rank, size), source, self._network)
-        self._write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
+        self._folder.write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
 
     def _room(self, slot: int, rank: int, size: int) -> Tensor:
-        """The memory of a file."""
+        """Return the memory of a file."""
         path = self._folder.file(slot, rank)
         if path not in self._files or self._files[path].size != size:
             self._files.pop(path, None)
@@ -205,8 +188,7 @@ class MemoryCopies:
     # Find.
 
     def find(self, say: Say, *, before: float = math.inf) -> FoundCopies | None:
-        """The newest generation from before a step that is whole, with every hash compared; None if there is
-        none.
+        """Find the newest whole generation from before a step, with every hash compared; None without one.
 
         Nothing is loaded by this. What is damaged, or of another plan, is named to `say`. Copies of another
         version are an error: they may be whole.
@@ -214,7 +196,7 @@ class MemoryCopies:
         given_up: set[str] = set()
         received: tuple[int, ...] = ()
         while True:
-            found: list[Found] = self._gather(self._held())
+            found: list[Found] = self._gather(self._folder.held())
             early = [name for name in whole_generations(found) if step_of(name) < before]
             candidates = [name for name in early if name not in given_up]
             if not candidates:
@@ -234,44 +216,30 @@ class MemoryCopies:
             return FoundCopies(step_of(generation), generation, attempt.saved, received)
 
     def keep_only(self, found: FoundCopies | None) -> None:
-        """Training goes on from these, or from somewhere else: other generations are of no use any more."""
+        """Forget other generations: training goes on from these copies, or from somewhere else."""
         self._kept, self._written = (None if found is None else found.generation), None
         for entry in self._folder.entries():
             if entry.generation != self._kept:
                 self._folder.forget(entry)
 
     def steps(self) -> list[int]:
-        """Of which generations there is the file of every rank, newest first."""
-        return [step_of(name) for name in whole_generations(self._gather(self._held()))]
-
-    def _held(self) -> dict[str, list[int]]:
-        """By generation, whose files this host has."""
-        held: dict[str, list[int]] = {}
-        for entry in self._folder.entries():
-            held.setdefault(entry.generation, []).append(entry.rank)
-        return held
-
-    def _entry(self, rank: int, generation: str) -> Entry | None:
-        found = [
-            each for each in self._folder.entries() if (each.rank, each.generation) == (rank, generation)
-        ]
-        return found[0] if found else None
+        """List the steps with a file of every rank, newest first."""
+        return [step_of(name) for name in whole_generations(self._gather(self._folder.held()))]
 
     def _open(self, generation: str, missing: Sequence[Sending]) -> "_Attempt":
-        """This rank's own file, if it is here, and those that it sends to others; none that is damaged."""
-        attempt = _Attempt()
+        """Open this rank's own file, if it is here, and those that it sends; none that is damaged."""
+        attempt, entries = _Attempt(), {(each.rank, each.generation): each for each in self._folder.entries()}
+        plan = self._plan, self._group.size
         wanted = [self._group.rank, *(each.receiver for each in missing if each.sender == self._group.rank)]
         for rank in wanted:
-            entry = self._entry(rank, generation)
+            entry = entries.get((rank, generation))
             if entry is None:
                 continue
             try:
-                saved = rank_file.open_rank_file(self._folder.manifest(entry), self._plan, self._group.size)
-            except rank_file.OtherPlanError as error:
-                attempt.errors.append([str(error), _OTHER_PLAN])
-                return attempt
-            except OtherVersionError as error:
-                attempt.errors.append([str(error), _OTHER_VERSION])
+                saved = rank_file.open_rank_file(self._folder.manifest(entry), plan)
+            except (rank_file.OtherPlanError, OtherVersionError) as error:
+                is_plan = isinstance(error, rank_file.OtherPlanError)
+                attempt.errors.append([str(error), _OTHER_PLAN if is_plan else _OTHER_VERSION])
                 return attempt
             except UserError as error:
                 self._folder.forget(entry)
@@ -280,16 +248,13 @@ class MemoryCopies:
             if rank == self._group.rank:
                 attempt.saved = saved
             else:
-                attempt.sent[rank] = self._copy(entry, saved)
+                data = rank_file.as_tensor(self._folder.manifest(entry).read_bytes())
+                size = saved.manifest.files[file_name(rank)].bytes
+                attempt.sent[rank] = RankCopy(data, self._room(entry.slot, rank, size))
         return attempt
 
-    def _copy(self, entry: Entry, saved: SavedState) -> RankCopy:
-        size = saved.manifest.files[file_name(entry.rank)].bytes
-        data = rank_file.as_tensor(self._folder.manifest(entry).read_bytes())
-        return RankCopy(data, self._room(entry.slot, entry.rank, size))
-
     def _send_back(self, generation: str, missing: Sequence[Sending], before: "_Attempt") -> "_Attempt":
-        """Files go to the ranks that have lost them, which open them."""
+        """Send files to the ranks that have lost them, which open them."""
         assert self._network is not None, "a file that this host has is not missing on it"
         sent = [
             work for rank, copy in before.sent.items() for work in network.send(copy, rank, self._network)
@@ -307,7 +272,7 @@ class MemoryCopies:
         return attempt
 
     def _is_refused(self, generation: str, attempt: "_Attempt", given_up: set[str], say: Say) -> bool:
-        """Whether any rank has found an error; each is said once. Another version is raised on all ranks."""
+        """Return whether any rank has found an error; each is said once. Another version is raised on all."""
         errors = [error for row in self._gather(attempt.errors) for error in row]
         other_versions = [text for text, kind in errors if kind == _OTHER_VERSION]
         if other_versions:
@@ -320,47 +285,14 @@ class MemoryCopies:
         return bool(errors)
 
     def _gather(self, value: Any) -> list[Any]:
+        """Return the plain data of every rank, in rank order."""
         return gather_values(value, self._group, self._device)
 
 
 class _Attempt:
-    """What a rank has opened of a generation, and what was wrong: each text with its kind."""
+    """The files of a generation that a rank has opened, and the errors: each text with its kind."""
 
     def __init__(self) -> None:
         self.saved: SavedState | None = None
         self.sent: dict[int, RankCopy] = {}
         self.errors: list[list[str]] = []
-
-
-# Whether a RAM disk holds two snapshots of all ranks of its host, and of those whose copies it keeps.
-
-_GENERATIONS = 2
-
-
-def num_files(host: str, hosts: Sequence[str], keepers: Sequence[int | None]) -> int:
-    """How many ranks have their state in the folder of a host: its own, and those whose copies it keeps."""
-    copies = [keeper for keeper in keepers if keeper is not None and hosts[keeper] == host]
-    return list(hosts).count(host) + len(copies)
-
-
-def refuse_small_disk(folder: MemoryFolder, rank_bytes: float, files: int) -> None:
-    """Raise if `files` states of at least `rank_bytes` do not fit twice; what is there already is reused."""
-    needed = _GENERATIONS * files * rank_bytes
-    system = os.statvfs(folder.path)
-    free = system.f_bavail * system.f_frsize + _used(folder.path)
-    if needed > free:
-        raise UserError(
-            f"keep='memory': {files} states of {show_bytes(rank_bytes)} are kept twice, which takes "
-            f"{show_bytes(needed)}, and {folder.path.parent} has {show_bytes(free)} free; make that RAM disk "
-            f"larger (mount -o remount,size=…), remove folders echelon-memory-* there of runs that nobody "
-            f"will resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 for "
-            "checkpoints on disk"
-        )
-
-
-def _used(folder: Path) -> int:
-    used = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            used += path.lstat().st_size
-    return used

@@ -74,20 +74,21 @@ class RankCopy(NamedTuple):
     file: Tensor
 
 
-def send(copy: RankCopy, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to send; the memory must stay as it is until each work has been waited for."""
-    sizes = torch.tensor([copy.manifest.numel(), copy.file.numel()])
-    return [
-        work
-        for part in (sizes, copy.manifest, *copy.file.split(PIECE_BYTES))
-        if (work := dist.isend(part, to, group)) is not None
-    ]
+def num_files(host: str, hosts: Sequence[str], keepers: Sequence[int | None]) -> int:
+    """Return how many ranks have their state on a host: its own, and those whose copies it keeps."""
+    copies = [keeper for keeper in keepers if keeper is not None and hosts[keeper] == host]
+    return list(hosts).count(host) + len(copies)
 
 
-def send_none(to: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Tell the receiver, which waits for it, that there is no copy."""
-    work = dist.isend(torch.zeros(2, dtype=torch.int64), to, group)
-    return [] if work is None else [work]
+def send(copy: RankCopy | None, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begin to send a copy, or the word that there is none. The memory must stay as it is until each work has
+    been waited for."""
+    if copy is None:
+        parts = [torch.zeros(2, dtype=torch.int64)]
+    else:
+        sizes = torch.tensor([copy.manifest.numel(), copy.file.numel()])
+        parts = [sizes, copy.manifest, *copy.file.split(PIECE_BYTES)]
+    return [work for part in parts if (work := dist.isend(part, to, group)) is not None]
 
 
 def receive(make_room: Callable[[int], Tensor], source: int, group: dist.ProcessGroup) -> RankCopy:
@@ -105,6 +106,7 @@ def receive(make_room: Callable[[int], Tensor], source: int, group: dist.Process
     try:
         file = make_room(file_bytes)
     except UserError:
+        # The sender has queued all of it: a receiver that does not take it would block the next save.
         dropped = torch.empty(min(file_bytes, PIECE_BYTES), dtype=torch.uint8)
         for begin in range(0, file_bytes, PIECE_BYTES):
             dist.recv(dropped[: file_bytes - begin], source, group)

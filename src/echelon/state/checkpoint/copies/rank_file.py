@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.assembly import RankSlice
+from echelon.state.checkpoint.assignment import describe_tensors, is_number
 from echelon.state.checkpoint.file_checks import FileHash, check_hash, check_size, read_regular
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.state.checkpoint.manifest import (
@@ -21,12 +22,10 @@ from echelon.state.checkpoint.manifest import (
     Manifest,
     Number,
     OtherVersionError,
-    PieceRecord,
-    TensorRecord,
 )
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.checkpoint.storage import FolderFiles
-from echelon.state.ownership import ENGINE, OwnedSlice, Slice
+from echelon.state.ownership import OwnedSlice
 
 _NO_LIMIT = 1 << 62  # one file, whatever its size
 
@@ -36,14 +35,10 @@ class OtherPlanError(UserError):
 
 
 def layout_of(rank: int, owned: Sequence[OwnedSlice]) -> FileLayout:
-    """The file of a rank; its counters stand in the manifest."""
+    """Lay out the file of a rank; its counters stand in the manifest."""
     boxes = {each.slice: each.tensor.dtype for each in owned if not is_number(each.slice)}
     (layout,) = lay_out(rank, list(boxes.items()), _NO_LIMIT)
     return layout
-
-
-def is_number(box: Slice) -> bool:
-    return box.name == ENGINE and not box.shape
 
 
 def own_numbers(owned: Iterable[OwnedSlice]) -> dict[str, Number]:
@@ -59,63 +54,38 @@ def fill(memory: Tensor, layout: FileLayout, owned: Sequence[OwnedSlice]) -> Non
 def describe_file(
     about: Manifest, lists: Sequence[Sequence[RankSlice]], layout: FileLayout, numbers: Mapping[str, Number]
 ) -> Manifest:
-    """The manifest of a rank's file, but for its hash. `lists`: what each rank owns."""
-    tensors: dict[str, dict[str, TensorRecord]] = {}
-    for each in (each for of_rank in lists for each in of_rank if not is_number(each.slice)):
-        record = TensorRecord(each.slice.shape, each.dtype, ())
-        tensors.setdefault(each.slice.name, {}).setdefault(each.slice.part, record)
-    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
-    for box, _, tensor, _ in layout.boxes:
-        record_of_box = PieceRecord(layout.name, tensor, box.offsets, box.sizes)
-        pieces.setdefault((box.name, box.part), []).append(record_of_box)
-    placed = {
-        name: {
-            part: replace(each, pieces=tuple(pieces.get((name, part), ()))) for part, each in parts.items()
-        }
-        for name, parts in tensors.items()
-    }
-    return replace(about, tensors=placed, numbers=dict(numbers))
+    """Make the manifest of a rank's file, but for its hash. `lists`: what each rank owns."""
+    owned = ((each.slice, each.dtype) for of_rank in lists for each in of_rank if not is_number(each.slice))
+    return replace(about, tensors=describe_tensors(owned, [layout]), numbers=dict(numbers))
 
 
 def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifest:
-    """The manifest with the hash of what was filled."""
+    """Add the hash of the filled memory to the manifest."""
     hashed = FileHash()
     hashed.update(memory.numpy().data)
     return replace(manifest, files={layout.name: FileRecord(layout.size, hashed.hexdigest())})
 
 
-def open_rank_file(manifest_path: Path, plan: str, ranks: int) -> SavedState:
-    """The state of a rank, every byte of it compared with its hash. Else a UserError."""
-    manifest = _read_manifest(manifest_path)
-    if (manifest.plan, manifest.ranks) != (plan, ranks):
-        raise OtherPlanError(
-            f"the copies of step {manifest.step} in memory are of the plan '{manifest.plan}', and only that "
-            f"plan can go on from them; with '{plan}' training goes on from a checkpoint on disk"
-        )
-    return _open_verified(manifest_path, manifest)
-
-
-def open_file(manifest_path: Path) -> SavedState:
-    """The same, of any plan."""
-    return _open_verified(manifest_path, _read_manifest(manifest_path))
-
-
-def _read_manifest(path: Path) -> Manifest:
+def open_rank_file(path: Path, plan: tuple[str, int] | None = None) -> SavedState:
+    """Open the file of a rank by its manifest, and compare every byte with its hash. Of another `plan` (and
+    number of ranks), if one is given, it is refused."""
     data = read_regular(path, MOST_BYTES)
     try:
-        return Manifest.from_bytes(data, is_whole=False)
+        manifest = Manifest.from_bytes(data, is_whole=False)
     except OtherVersionError as error:
         fix = f"or remove {path.parent.parent} to go on without these copies in memory"
         raise OtherVersionError(f"{path}: {error.title}", [*error.errors, fix]) from error
     except UserError as error:
         raise UserError(f"{path}: {error.title}", error.errors) from error
-
-
-def _open_verified(manifest_path: Path, manifest: Manifest) -> SavedState:
+    if plan is not None and plan != (manifest.plan, manifest.ranks):
+        raise OtherPlanError(
+            f"the copies of step {manifest.step} in memory are of the plan '{manifest.plan}', and only that "
+            f"plan can go on from them; with '{plan[0]}' training goes on from a checkpoint on disk"
+        )
     for name, record in manifest.files.items():
-        check_size(manifest_path.parent / name, record)
-        check_hash(manifest_path.parent / name, record)
-    return SavedState(FolderFiles(manifest_path.parent), manifest)
+        check_size(path.parent / name, record)
+        check_hash(path.parent / name, record)
+    return SavedState(FolderFiles(path.parent), manifest)
 
 
 def as_tensor(data: bytes) -> Tensor:

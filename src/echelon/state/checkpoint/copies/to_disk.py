@@ -5,7 +5,8 @@ has it, and any plan can load it. All files must be on this host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -14,20 +15,19 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.assembly import RankSlice
-from echelon.state.checkpoint.assignment import Assignment, joined, share_out
+from echelon.state.checkpoint.assignment import Assignment, join_reports, share_out
 from echelon.state.checkpoint.atomic import new_token
 from echelon.state.checkpoint.copies import rank_file
 from echelon.state.checkpoint.copies.folder import Entry, MemoryFolder, step_of
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, OtherVersionError
 from echelon.state.checkpoint.manifest_reader import dtype_of
-from echelon.state.checkpoint.part_writer import FilledChunks
+from echelon.state.checkpoint.part_writer import FilledChunks, Sink
+from echelon.state.checkpoint.rank_save import SaveOptions, commit, write_files
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.checkpoint.storage_errors import (
     RETRIES,
-    report_later_errors,
     report_write_errors,
-    with_retries,
 )
 from echelon.state.checkpoint.target import Target, target_at
 from echelon.state.ownership import Slice
@@ -45,11 +45,11 @@ class HostCopies:
 
     @classmethod
     def newest(cls, folder: MemoryFolder, after: int, say: Callable[[str], None]) -> "HostCopies | None":
-        """Those of the newest step after `after` of which all files are here and whole, hash by hash; None if
-        there are none. What is damaged is named to `say`; copies of another version are an error."""
+        """Open those of the newest step after `after` of which all files are here and whole; None without
+        one. What is damaged is named to `say`; copies of another version are an error."""
         for entries in _generations(folder, after):
             try:
-                states = [rank_file.open_file(folder.manifest(each)) for each in entries]
+                states = [rank_file.open_rank_file(folder.manifest(each)) for each in entries]
             except OtherVersionError:
                 raise
             except UserError as error:
@@ -61,7 +61,7 @@ class HostCopies:
 
     @property
     def plan(self) -> str:
-        """That of the ranks whose copies these are."""
+        """The plan of the ranks whose copies these are."""
         return self._about.plan
 
     @property
@@ -87,16 +87,12 @@ class HostCopies:
             with report_write_errors(path):
                 target.begin()
                 files = self._write_files(target, assignment, retries)
-                report = {"numbers": self._about.numbers, "files": files}
-                manifest = joined(about, assignment, [report], target.stored_name)
-                _commit(target, manifest, retries)
+            report = {"numbers": self._about.numbers, "files": files}
+            manifest = join_reports(about, assignment, [report], target.stored_name)
+            commit(path, target, manifest, SaveOptions(then=then, retries=retries))
         except BaseException:
             target.abandon()
             raise
-        with report_later_errors(path):
-            with_retries(target.clean_up, retries)
-            if then is not None:
-                then()
 
     def _assign(self) -> Assignment:
         written = share_out([_slices(rank, each.manifest) for rank, each in enumerate(self._states)])
@@ -110,22 +106,14 @@ class HostCopies:
     def _write_files(
         self, target: Target, assignment: Assignment, retries: int
     ) -> dict[str, tuple[object, ...]]:
-        files = {}
+        files: dict[str, tuple[object, ...]] = {}
         for saved, layouts in zip(self._states, assignment.layouts, strict=True):
-            for layout in layouts:
-                name = target.stored_name(layout.name)
-                record = with_retries(lambda s=saved, f=layout, n=name: _write(s, f, target, n), retries)  # type: ignore[misc]
-                files[name] = astuple(record)
+            files |= write_files(target, layouts, partial(_write, saved), retries)
         return files
 
 
-def _commit(target: Target, manifest: Manifest, retries: int) -> None:
-    data = manifest.as_readable_bytes()
-    with_retries(lambda: target.commit(data, manifest.files), retries)
-
-
 def _generations(folder: MemoryFolder, after: int) -> list[list[Entry]]:
-    """The files of each save of a later step, by rank; the newest first."""
+    """List the files of each save of a later step, by rank; the newest first."""
     found: dict[str, list[Entry]] = {}
     for entry in sorted(folder.entries()):
         if step_of(entry.generation) > after:
@@ -134,7 +122,7 @@ def _generations(folder: MemoryFolder, after: int) -> list[list[Entry]]:
 
 
 def _slices(rank: int, manifest: Manifest) -> list[RankSlice]:
-    """What the file of a rank has."""
+    """List the slices in the file of a rank."""
     return [
         RankSlice(Slice(name, part, record.shape, piece.offsets, piece.sizes), record.dtype, rank)
         for name, parts in manifest.tensors.items()
@@ -143,14 +131,10 @@ def _slices(rank: int, manifest: Manifest) -> list[RankSlice]:
     ]
 
 
-def _write(saved: SavedState, layout: FileLayout, target: Target, name: str) -> FileRecord:
+def _write(saved: SavedState, layout: FileLayout, sink: Sink) -> FileRecord:
     def read(box: Slice) -> Tensor:
         out = torch.empty(box.sizes, dtype=dtype_of(saved.manifest.tensors[box.name][box.part].dtype))
         saved.read(box, out)
         return out
 
-    sink = target.create(name)
-    try:
-        return FilledChunks(layout.size, _CPU).write(sink, FileImage(layout, read))
-    finally:
-        sink.close()
+    return FilledChunks(layout.size, _CPU).write(sink, FileImage(layout, read))
