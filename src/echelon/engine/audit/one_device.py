@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
-from echelon.collectives.alone import alone
+from echelon.collectives.group import alone
 from echelon.engine.audit.gradient_comparison import Take, share_gradients
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.audit.weight_stream import WeightStream
