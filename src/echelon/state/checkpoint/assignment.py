@@ -27,6 +27,7 @@ def share_out(lists: Sequence[Sequence[RankSlice]]) -> list[list[Slice]]:
         for box in owned:
             owners.setdefault((box.slice.name, box.slice.part), {}).setdefault(box.slice, []).append(box)
     chosen = [holders[box] for holders in owners.values() for box in cover(holders)]
+    # Largest first, and slices of one size by name: the same order on every rank.
     chosen.sort(key=lambda holders: (-_num_bytes(holders[0]), holders[0].slice))
     written: list[list[Slice]] = [[] for _ in lists]
     taken = [0] * len(lists)

@@ -131,7 +131,7 @@ class FolderTarget(Target):
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
         self._check_shared(files)
-        for report in self.temporary.glob(_report_name("*")):
+        for report in self.temporary.glob(_report_name("*")):  # also where an earlier try has failed here
             report.unlink()
         write_file(self.temporary / MANIFEST, manifest)
         sync_path(self.temporary)  # the names of all files are on the disk before the folder's own
@@ -230,7 +230,7 @@ def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> 
 def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
     try:
         lock = no_links(str(path / _LOCK), os.O_WRONLY)
-    except FileNotFoundError:
+    except FileNotFoundError:  # not locked yet, or being removed: the lock may go before other files
         with suppress(OSError):
             is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < fresh_seconds
             return _is_of_ours(path) and not is_new
