@@ -270,7 +270,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         return self._new_state(group, Entry(part, shape, {}, [], []), small, work.exchange.dtype)
 
     def passes_over(self, tensor: Tensor) -> bool:
-        """Whether updates leave a parameter out, since all that is here of it is padding."""
+        """Return whether updates leave a parameter out, since all that is here of it is padding."""
         self._find_parameters()
         held = (work.exchange.parts.get(tensor) for work in self._work)
         return not any(part is not None and _has_elements(part, tensor) for part in held)

@@ -288,14 +288,14 @@ def with_gradients(local: Sequence[LocalParameter]) -> list[nn.Parameter]:
 
 
 def takes_portions(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one, also where ranks do not
-    call alike: true of torch's optimizers whose state is of single parameters."""
+    """Return whether several calls, each for some of the parameters, are the same as one, also where ranks do
+    not call alike: true of torch's optimizers whose state is of single parameters."""
     return works_by_element(optimizer) and not _is_watched(optimizer)
 
 
 def takes_units(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one, if all ranks call alike:
-    true of optimizers that update one parameter at a time."""
+    """Return whether several calls, each for some of the parameters, are the same as one, if all ranks call
+    alike: true of optimizers that update one parameter at a time."""
     return need_of(optimizer) is not None and not _is_watched(optimizer)
 
 
@@ -317,13 +317,13 @@ _BY_UNIT = {"setting": "offload=parameters", "fix": "drop offload=parameters"}
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook, or a replaced `step`, hears of the calls."""
+    """Return whether a hook, or a replaced `step`, hears of the calls."""
     every = dict.fromkeys([optimizer, *inner_optimizers(optimizer)])
     return any(has_other_step(each) or has_step_hooks(each) for each in every)
 
 
 def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` of this very optimizer was replaced."""
+    """Return whether `step` of this very optimizer was replaced."""
     replaced = vars(optimizer).get("step")
     return replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
 

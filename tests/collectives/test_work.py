@@ -4,8 +4,7 @@ import torch
 
 from echelon.collectives import Group, Ledger, Traffic
 from echelon.collectives.cuda_timing import EventClock, EventTiming
-from echelon.collectives.timing import HOST_TIMING, Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import HOST_TIMING, Timing, Work
 from tests.collectives.fake_device import FakeDevice, FakeStream, FakeWork
 from tests.groups import PartialGroup
 

@@ -1,11 +1,11 @@
 """The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
 
-import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -13,27 +13,77 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked so
 from torch.distributed import distributed_c10d as c10d
 
-from echelon.collectives import (
-    CallComparison,
-    Edge,
-    Edges,
-    Group,
-    HostBoundary,
-    Ledger,
-    RecordingGroup,
-    TorchGroup,
-    disjoint_pairs,
-    edges_over,
-    group_over,
-    make_boundary,
+from echelon.collectives.boundary import HostBoundary, make_boundary
+from echelon.collectives.comparison import CallComparison
+from echelon.collectives.group import Group, Handle
+from echelon.collectives.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
+from echelon.collectives.ledger import Ledger
+from echelon.collectives.process_groups import (
+    check_streams,
+    new_host_group,
+    new_process_group,
     without_serialization_warning,
 )
-from echelon.collectives.mesh.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
-from echelon.collectives.mesh.process_groups import new_host_group, new_process_group
-from echelon.errors import UserError, raise_errors
+from echelon.collectives.recording_group import RecordingGroup
+from echelon.collectives.shared.group import group_over
+from echelon.collectives.torch_group import TorchGroup
+from echelon.errors import UserError
 from echelon.launching import join
 from echelon.launching.group import backend_for, operation_limit
 from echelon.plan import Plan
+
+__all__ = ["Edge", "Edges", "Layout", "Mesh", "Position", "this_device"]
+
+
+class Edge(NamedTuple):
+    """One direction between this rank and another, with a queue of its own.
+
+    NCCL runs all unbatched operations of one communicator in one order, over all peers: a receive that waits
+    for rank r−1 would hold up the send to rank r+1, on which rank r−1 may be waiting. So there each edge has
+    a communicator of two ranks. Gloo and shared memory keep pairs of ranks apart by themselves: one group
+    serves all edges.
+    """
+
+    group: Group
+    peer: int  # the other rank, as `group` numbers it
+    # For bytes of the host; None where the host reads what it receives here.
+    host: Optional["Edge"] = None
+
+    def send(self, memory: Tensor, subject: str) -> Handle:
+        with self.group.ledger.about(subject):
+            return self.group.send(memory, self.peer, wait=False)
+
+    def recv(self, memory: Tensor, subject: str) -> Handle:
+        with self.group.ledger.about(subject):
+            return self.group.recv(memory, self.peer, wait=False)
+
+
+class Edges(NamedTuple):
+    """The edges of one rank, by the rank at the other end."""
+
+    outgoing: dict[int, Edge]
+    incoming: dict[int, Edge]
+
+
+def disjoint_pairs(pairs: Collection[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the pairs, in as few sets as a simple rule finds in which no rank appears twice."""
+    sets: list[list[tuple[int, int]]] = []
+    for pair in sorted(pairs):
+        fitting = (each for each in sets if not any(set(pair) & set(other) for other in each))
+        first = next(fitting, None)
+        if first is None:
+            sets.append([pair])
+        else:
+            first.append(pair)
+    return sets
+
+
+def edges_over(group: Group, device: torch.device) -> Edges:
+    """Return the edges of a group that keeps pairs of ranks apart, for tensors on `device`."""
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    host = device.type == "cpu"
+    edges = {peer: Edge(group, peer, None if host else Edge(group, peer)) for peer in others}
+    return Edges(edges, edges)
 
 
 class Mesh:
@@ -83,7 +133,7 @@ class Mesh:
         return tuple(self._groups)
 
     def group(self, axis: str) -> Group:
-        """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
+        """Return this rank's group along `axis`: one of the plan's, `weights` (ranks with the same weights),
         `shard` (those that shard one copy of them), `copies` (those with the same part of other copies),
         `stage` (the ranks with parts of the same stages), `all`. With expert > 1 also `experts`,
         `expert_shard` and `expert_copies`: what `weights`, `shard` and `copies` are for experts."""
@@ -91,17 +141,17 @@ class Mesh:
 
     @property
     def boundary(self) -> HostBoundary:
-        """Between this rank's device and its host: made for the first who asks, and closed by this mesh."""
+        """Return the boundary between this rank's device and its host, which this mesh makes and closes."""
         if self._boundary is None:
             self._boundary = make_boundary(self.device, self.ledger)
         return self._boundary
 
     def host_storages(self) -> dict[str, list[Tensor]]:
-        """What is held in host memory now, by category; asks for no boundary."""
+        """Return what is held in host memory now, by category; asks for no boundary."""
         return {} if self._boundary is None else self._boundary.storages()
 
     def group_of_stages(self, stages: Collection[int]) -> Group:
-        """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
+        """Open a group of this pipeline's ranks that are in one of `stages`; every rank must call this.
 
         Where all stages have as many replicas, those with the same number along `data`.
         """
@@ -114,8 +164,10 @@ class Mesh:
         return group
 
     def edges(self, pairs: Collection[tuple[int, int]]) -> Edges:
-        """The edges between this rank and others of its pipeline; `pairs` (sender, receiver) are all that
-        the program uses, as the pipeline numbers its ranks; every rank must call this."""
+        """Return the edges between this rank and others of its pipeline; every rank must call this.
+
+        `pairs` (sender, receiver) are all that the program uses, as the pipeline numbers its ranks.
+        """
         group = self.group("pipeline")
         if group.size == 1 or group.has_queue_per_peer(self.device):
             return edges_over(group, self.device)
@@ -135,7 +187,7 @@ class Mesh:
         return edges
 
     def _open_host_group(self) -> Group:
-        """The ranks of this rank's pipeline, for bytes of the host; this mesh closes it."""
+        """Open a group of this rank's pipeline, for bytes of the host; this mesh closes it."""
         process_group = new_host_group(self.layout.group("pipeline", self.rank))
         return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
 
@@ -161,8 +213,8 @@ class Mesh:
         return group
 
     def _let_compare(self, group: Group) -> None:
-        """With debug=true. Not where stages have several replicas: there a sum that is begun early waits for
-        nobody, and a comparison would wait for a replica that waits for this rank."""
+        """With debug=true. Not where stages have several replicas: there a sum that is begun early does
+        not wait, and a comparison would wait for a replica that waits for this rank."""
         if self.plan.debug and max(self.plan.replicas) == 1:
             compare_calls(group)
 
@@ -190,7 +242,7 @@ def _combined(layout: Layout) -> tuple[str, ...]:
 
 
 def _first_equal_axis(layout: Layout, axis: str) -> str:
-    """The first axis with the same groups: a combined axis often equals a single one."""
+    """Return the first axis with the same groups: a combined axis often equals a single one."""
     candidates = (*_PREFERRED_AXES, *_combined(layout))
     return next(other for other in candidates if layout.same_groups(other, axis))
 
@@ -199,7 +251,7 @@ _PREFERRED_AXES = ("data", "context", "tensor", "pipeline")  # a single rank is 
 
 
 def _real_groups(layout: Layout, rank: int, device: torch.device) -> dict[str, Group]:
-    """This rank's group along each axis, connected: in the same order on every rank."""
+    """Return this rank's group along each axis, connected: in the same order on every rank."""
     ledger = Ledger()
     with ExitStack() as stack:  # closes what was made if a later group fails
         groups: dict[str, Group] = {}
@@ -221,7 +273,7 @@ def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
 
 
 def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
-    """The Group over a new process group; if it cannot be made, torch does not keep the process group."""
+    """Return the Group over a new process group; if it cannot be made, torch drops the process group."""
     try:
         return group_over(axis, process_group, ledger)
     except BaseException:
@@ -230,12 +282,12 @@ def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> 
 
 
 def _ranks_of_pair(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
-    """The ranks that a pipeline, `column`, gives the numbers of `pair`."""
+    """Return the ranks that a pipeline, `column`, gives the numbers of `pair`."""
     return [column[number] for number in pair]
 
 
 def this_device() -> torch.device:
-    """The device on which this process computes: the current GPU, if its group moves GPU tensors."""
+    """Return the device on which this process computes: the current GPU, if its group moves GPU tensors."""
     if torch.cuda.is_available() and (not dist.is_initialized() or backend_for("cuda") is not None):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -267,71 +319,3 @@ def _store() -> Store:
         store.set_timeout(operation_limit() or _DEFAULT_LIMIT)
         _stores[world] = store
     return _stores[world]
-
-
-# What a pipeline over NCCL needs of a GPU: a stream for each communicator, and hardware queues for streams.
-
-NUM_STREAMS = 32  # of each priority in torch's pool
-_DEFAULT_QUEUES = 8
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def check_streams(
-    plan: Plan,
-    groups: Iterable[Group],
-    pairs: Collection[tuple[int, int]],
-    pipeline: Group,
-    everyone: Group,
-    device: torch.device,
-) -> None:
-    """Refuse a pipeline whose messages could wait for each other; every rank must call this, and each raises.
-
-    `groups` are those that this rank has already; `pairs` (sender, receiver), as `pipeline` numbers its
-    ranks, are those that will have an edge.
-    """
-    extra = _num_message_streams()
-    num_edges = sum(pipeline.rank in pair for pair in pairs)
-    needed = num_edges * (1 + extra) + sum(_num_streams(group, extra) for group in groups)
-    numbers = torch.tensor([needed, num_edges, -_hardware_queues()], device=device)
-    everyone.all_reduce(numbers, "max")
-    most, most_edges, fewest_queues = (abs(number) for number in numbers.tolist())
-    raise_errors(f"plan '{plan}' over NCCL", list(_errors(most, most_edges, fewest_queues, extra)))
-
-
-def _errors(num_streams: int, num_edges: int, queues: int, extra: int) -> Iterator[str]:
-    if num_streams > NUM_STREAMS:
-        unbound = " (and pass device_id to init_process_group: without it each takes two)" if extra else ""
-        yield (
-            f"communicators of one rank must not share a CUDA stream, and torch has {NUM_STREAMS}: one rank "
-            f"needs {num_streams}, for messages to and from {num_edges // 2} ranks of neighbouring stages "
-            f"and for its groups; use stages whose numbers of replicas differ less, or data= to replicate "
-            f"the whole pipeline{unbound}"
-        )
-    if queues < _DEFAULT_QUEUES:
-        yield (
-            f"{_QUEUES} must be at least {_DEFAULT_QUEUES}, and a rank has {queues}: in so few hardware "
-            f"queues an operation that waits for another rank holds up what that rank waits for; set it to "
-            f"32 before CUDA starts, or unset it"
-        )
-
-
-def _num_streams(group: Group, extra: int) -> int:
-    """Streams of a group that is not an edge: for its collectives, and for messages to two neighbours."""
-    if isinstance(group, RecordingGroup) or group.size == 1:
-        return 0
-    return 1 + extra * min(group.size - 1, 2)
-
-
-def _num_message_streams() -> int:
-    """How many communicators of their own the messages between two ranks of a group have.
-
-    One, unless the process group is bound to a device.
-    """
-    world = dist.group.WORLD
-    return int(world is not None and world.bound_device_id is None)
-
-
-def _hardware_queues() -> int:
-    """How many hardware queues CUDA was asked for; it ignores what is no number from 1 to 32."""
-    text = os.environ.get(_QUEUES, "")
-    return int(text) if text.isdecimal() and 1 <= int(text) <= 32 else _DEFAULT_QUEUES

@@ -15,11 +15,37 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from echelon.collectives import Group, TorchGroup
+from echelon.collectives import Edge, Group, RecordingGroup, TorchGroup, disjoint_pairs, edges_over
 from echelon.collectives.mesh import Layout, Mesh, this_device
 from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
 from echelon.plan import Plan
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ring", [False, True])
+def test_sets_are_disjoint_complete_and_few(ranks: int, ring: bool) -> None:
+    neighbours = [(rank, rank + 1) for rank in range(ranks - 1)] + [(ranks - 1, 0)] * ring
+    pairs = {way for a, b in neighbours for way in ((a, b), (b, a))}
+    sets = disjoint_pairs(pairs)
+    assert sorted(pair for each in sets for pair in each) == sorted(pairs)
+    for each in sets:
+        members = [rank for pair in each for rank in pair]
+        assert len(members) == len(set(members))
+    assert len(sets) <= 6, "whatever the number of ranks"
+
+
+def test_all_pairs_of_many_replicas_are_found() -> None:
+    pairs = list(itertools.permutations(range(5), 2))
+    assert sorted(pair for each in disjoint_pairs(pairs) for pair in each) == sorted(pairs)
+
+
+def test_one_group_serves_all_edges_and_tensors_of_a_device_have_their_heads_on_the_host() -> None:
+    group = RecordingGroup("pipeline", 1, 3)
+    on_cpu = edges_over(group, torch.device("cpu"))
+    assert on_cpu.outgoing == on_cpu.incoming == {0: Edge(group, 0), 2: Edge(group, 2)}
+    on_gpu = edges_over(group, torch.device("cuda"))
+    assert on_gpu.outgoing == {0: Edge(group, 0, Edge(group, 0)), 2: Edge(group, 2, Edge(group, 2))}
 
 
 def members(text: str) -> dict[str, list[int]]:
@@ -332,8 +358,8 @@ def test_the_device_is_a_gpu_only_if_the_group_moves_gpu_tensors(monkeypatch: py
     assert this_device() == torch.device("cuda", 1), "one process alone"
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     for backend, device in (("nccl", "cuda"), ("gloo", "cuda"), (None, "cpu")):
-        monkeypatch.setattr("echelon.collectives.mesh.mesh.backend_for", lambda *_, backend=backend: backend)
+        monkeypatch.setattr("echelon.collectives.mesh.backend_for", lambda *_, backend=backend: backend)
         assert this_device().type == device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("echelon.collectives.mesh.mesh.backend_for", lambda *_: "gloo")
+    monkeypatch.setattr("echelon.collectives.mesh.backend_for", lambda *_: "gloo")
     assert this_device() == torch.device("cpu")

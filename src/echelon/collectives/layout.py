@@ -91,12 +91,12 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of each rank of a plan, and its groups. A question about one rank looks at no other."""
+    """The position of each rank of a plan, and its groups. A question about one rank visits no other."""
 
     plan: Plan
 
     def position(self, rank: int) -> Position:
-        """The coordinates of `rank`."""
+        """Return the coordinates of `rank`."""
         plan = self.plan
         stage = bisect_right(self._first_ranks, rank) - 1
         cell, tensor = divmod(rank - self._first_ranks[stage], plan.tensor)
@@ -108,12 +108,12 @@ class Layout:
         return Position(stage, data, context, tensor, replica, expert, expert_data, part, copy, expert_part)
 
     def _expert_part(self, cell: int, part: int) -> int:
-        """How many ranks with the same experts come before this one in its copy."""
+        """Return how many ranks with the same experts come before this one in its copy."""
         expert = self._expert(cell)
         return self._num_before(cell, expert) - self._num_before(cell - part, expert)
 
     def _num_before(self, cell: int, expert: int) -> int:
-        """How many of the cells before this one hold these experts."""
+        """Return how many of the cells before this one hold these experts."""
         contexts = self.plan.context
         rounds, rest = divmod(cell, contexts * self.plan.expert)
         return rounds * contexts + min(max(rest - expert * contexts, 0), contexts)
@@ -123,11 +123,11 @@ class Layout:
 
     @property
     def positions(self) -> Iterator[Position]:
-        """The position of each rank, in rank order."""
+        """Return the position of each rank, in rank order."""
         return map(self.position, range(self.plan.ranks))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks along `axis`; each rank is in exactly one of them."""
+        """Return all groups of ranks along `axis`; each rank is in exactly one of them."""
         groups: list[tuple[int, ...]] = []
         seen: set[int] = set()
         for rank in range(self.plan.ranks):
@@ -137,7 +137,7 @@ class Layout:
         return tuple(groups)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks along `axis` through `rank`, in order."""
+        """Return the ranks along `axis` through `rank`, in order."""
         extent, plan = self._extent(axis, self.position(rank)), self.plan
         return tuple(
             self._first_ranks[stage] + cell * plan.tensor + tensor
@@ -147,7 +147,7 @@ class Layout:
         )
 
     def place(self, axis: str, rank: int) -> tuple[int, int]:
-        """The number of `rank` within its group along `axis`, and the size of that group."""
+        """Return the number of `rank` within its group along `axis`, and the size of that group."""
         position = self.position(rank)
         extent = self._extent(axis, position)
         before = extent.stages.index(position.pipeline)
@@ -157,11 +157,11 @@ class Layout:
         return number, sum(map(len, extent.cells)) * len(extent.tensor)
 
     def largest_group(self, axis: str) -> int:
-        """The number of ranks of the largest group along `axis`."""
+        """Return the number of ranks of the largest group along `axis`."""
         return max(self.place(axis, first)[1] for first in self._first_ranks)
 
     def column(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
-        """The ranks of `stages` in the pipeline of `rank`, in order.
+        """Return the ranks of `stages` in the pipeline of `rank`, in order.
 
         Where all stages have as many replicas, those with the same number along `data`.
         """
@@ -174,19 +174,21 @@ class Layout:
         )
 
     def columns(self, stages: Collection[int]) -> tuple[tuple[int, ...], ...]:
-        """All columns of `stages`; each rank of these stages is in exactly one of them."""
+        """Return all columns of `stages`; each rank of these stages is in exactly one of them."""
         first_stage = self.group("stage", self._first_ranks[min(stages)])
         return tuple(dict.fromkeys(self.column(rank, stages) for rank in first_stage))
 
     def same_groups(self, axis: str, other: str) -> bool:
-        """Whether the groups along two axes are the same. The groups of one stage have one shape, so that
-        its first rank answers for all."""
+        """Return whether the groups along two axes are the same.
+
+        The groups of one stage have one shape, so its first rank answers for all.
+        """
         firsts = [self.position(rank) for rank in self._first_ranks]
         return all(self._extent(axis, first).same(self._extent(other, first)) for first in firsts)
 
     @property
     def even(self) -> bool:
-        """Whether every stage has the same number of ranks, so that the layout is a grid."""
+        """Return whether every stage has the same number of ranks, so that the layout is a grid."""
         return len(set(self.plan.replicas)) == 1
 
     @property
@@ -198,13 +200,13 @@ class Layout:
 
     @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each stage."""
+        """Return the first rank of each stage."""
         plan = self.plan
         sizes = [replicas * plan.data * plan.context * plan.tensor for replicas in plan.replicas]
         return tuple(accumulate(sizes[:-1], initial=0))
 
     def _extent(self, axis: str, position: Position) -> Extent:
-        """The group along `axis` through `position`."""
+        """Return the group along `axis` through `position`."""
         plan, equal = self.plan, _EQUAL_COORDINATES[axis]
         stages = _along(range(plan.stages), position.pipeline, fixed="pipeline" in equal)
         cells = tuple(self._cells(equal, position, plan.replicas[stage]) for stage in stages)
@@ -212,7 +214,7 @@ class Layout:
         return Extent(stages, cells, tensor)
 
     def _cells(self, equal: Collection[str], position: Position, replicas: int) -> Sequence[int]:
-        """The cells, in a stage with so many replicas, of ranks whose `equal` coordinates are those of
+        """Return the cells, in a stage with so many replicas, of ranks whose `equal` coordinates are those of
         `position`."""
         size, contexts = self._shard_size(replicas), self.plan.context
         everyone = range(replicas * self.plan.data * contexts)
@@ -231,7 +233,7 @@ class Layout:
     def _expert_cells(
         self, equal: Collection[str], position: Position, everyone: range, size: int
     ) -> Iterator[int]:
-        """The cells with the experts of `position`, of all contexts; in its copy alone, or with its part."""
+        """Yield the cells with the experts of `position`, of all contexts; of its copy, or with its part."""
         begin, end = (
             (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
         )
@@ -243,12 +245,12 @@ class Layout:
                 yield cell
 
     def _shard_size(self, replicas: int) -> int:
-        """How many ranks share one copy of a stage that has so many replicas."""
+        """Return how many ranks share one copy of a stage that has so many replicas."""
         return self.plan.shard or replicas * self.plan.data * self.plan.context
 
     def _data_ranks(self, equal: Collection[str], position: Position, replicas: int) -> range:
-        """The data coordinates, in a stage with so many replicas, of ranks whose `equal` coordinates are
-        those of `position`."""
+        """Return the data coordinates of the ranks of a stage with so many replicas whose `equal` coordinates
+        are those of `position`."""
         everyone, experts = range(replicas * self.plan.data), self.plan.expert
         if "data" in equal:
             return _along(everyone, position.data, fixed=True)

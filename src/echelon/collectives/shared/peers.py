@@ -1,13 +1,14 @@
-"""The handshake of two ranks of one host: a socket between them, and each one's region for the other.
+"""Peers: the handshake of two ranks of one host, and the socket between them.
 
-Nothing is left behind, however a rank ends. Regions are anonymous memory, passed over the sockets. The
-sockets listen in Linux's abstract namespace, which has no files. That namespace belongs to the network
-namespace, so ranks in another one cannot be reached.
+In the handshake each one gets the region of the other. Nothing is left behind, however a rank ends: regions
+are anonymous memory, passed over the sockets. The sockets listen in Linux's abstract namespace, which has no
+files. That namespace belongs to the network namespace, so ranks in another one cannot be reached.
 """
 
 import contextlib
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -15,7 +16,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
-from echelon.collectives.shared.slots import region_bytes
+from echelon.collectives.shared.slots import Notice, region_bytes
+from echelon.launching import PeerLost
 
 SECRET_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts, and after every boot
@@ -34,7 +36,7 @@ class ConnectedPeer(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """Where a rank listens, on which host, and the secret of a caller. Only the ranks of the group get it."""
+    """The name at which a rank listens, its host, and a caller's secret. Only ranks of the group get it."""
 
     host: str
     name: str
@@ -83,7 +85,7 @@ class Host:
         return []
 
     def answer_all(self, peers: list[ConnectedPeer]) -> None:
-        """Append all higher ranks, which have called, to `peers`; turn other callers away."""
+        """Append all higher ranks, which have called, to `peers`; reject other callers."""
         missing = set(range(self.rank + 1, self.size))
         self._listener.settimeout(_TIMEOUT_SECONDS)
         while missing:
@@ -96,13 +98,13 @@ class Host:
                 peers.append(peer)
 
     def receive_region(self, caller: socket.socket, rank: int) -> ConnectedPeer:
-        """The answer of rank `rank`, which was called."""
+        """Return the answer of rank `rank`, which was called."""
         _, descriptors, _, _ = socket.recv_fds(caller, 1, 1)
         caller.settimeout(None)
         return ConnectedPeer(rank, _credentials(caller).process, caller, self._map(descriptors))
 
     def _answer(self, caller: socket.socket, missing: set[int]) -> ConnectedPeer | None:
-        """The rank that calls, or None for a stranger. A rank's hello is here already: this never waits."""
+        """Return the rank that calls, or None for a stranger. A rank's hello is here: this never waits."""
         if not _has_our_user(caller):
             return None
         caller.setblocking(False)
@@ -152,6 +154,61 @@ def _has_our_user(caller: socket.socket) -> bool:
 
 
 def _credentials(caller: socket.socket) -> _Credentials:
-    """The credentials of the other end, from the kernel."""
+    """Return the credentials of the other end, from the kernel."""
     packed = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _Credentials(*_CREDENTIALS.unpack(packed))
+
+
+class PeerSocket:
+    """Sends notices to a peer and counts those from it. `lost` lists the lost peers, the first one first."""
+
+    def __init__(self, rank: int, connection: socket.socket, lost: list[int]) -> None:
+        self.rank, self._connection, self._lost = rank, connection, lost
+        self._num_received = [0] * len(Notice)
+        self._disconnect_poll = select.poll()
+        self._disconnect_poll.register(connection, select.POLLRDHUP)
+
+    @property
+    def descriptor(self) -> int:
+        return self._connection.fileno()
+
+    def notify(self, notice: Notice, times: int) -> None:
+        # This never blocks: rings are short, so few notices are ever unread. An error is ignored here;
+        # `receive` finds out that the peer is lost, after everything that it had sent.
+        with contextlib.suppress(OSError):
+            self._connection.send(_ENCODED[notice] * times, socket.MSG_NOSIGNAL)
+
+    def num_received(self, notice: Notice) -> int:
+        return self._num_received[notice]
+
+    def raise_if_lost(self) -> None:
+        if self.rank in self._lost:
+            first, *others = self._lost
+            raise PeerLost(f"rank {first} is gone" + "".join(f", then rank {other}" for other in others))
+
+    def has_disconnected(self) -> bool:
+        """Return whether the peer is gone, even if some of its notices were not received yet."""
+        return bool(self._disconnect_poll.poll(0))
+
+    def receive(self) -> bool:
+        """Count the notices that have arrived; False when the peer is gone."""
+        try:
+            notices = self._connection.recv(4096)
+        except ConnectionError:
+            notices = b""
+        for notice in notices:
+            self._num_received[notice] += 1
+        if not notices:
+            self._lost.append(self.rank)
+        return bool(notices)
+
+    def disconnect(self) -> None:
+        """Let the peer know that this rank is gone; from any thread."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+_ENCODED = [bytes([notice]) for notice in Notice]

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives.shared import handshake
-from echelon.collectives.shared.handshake import Host
-from echelon.launching import Ranks
+from echelon.collectives.shared import peers as peers_module
+from echelon.collectives.shared.peers import Host, PeerSocket
+from echelon.collectives.shared.slots import Notice
+from echelon.launching import PeerLost, Ranks
 from tests.collectives.shared.real_ranks import new_group
 
 
@@ -24,11 +25,11 @@ def hosts() -> Iterator[list[Host]]:
         yield [Host(rank, 3, resources) for rank in range(3)]
 
 
-def connect(hosts: list[Host]) -> list[dict[int, handshake.ConnectedPeer]]:
+def connect(hosts: list[Host]) -> list[dict[int, peers_module.ConnectedPeer]]:
     """The peers of every rank."""
     invitations = [host.invitation for host in hosts]
     callers = [host.call(invitations[: host.rank]) for host in hosts]
-    peers: list[list[handshake.ConnectedPeer]] = [[] for _ in hosts]
+    peers: list[list[peers_module.ConnectedPeer]] = [[] for _ in hosts]
     for host, connected in zip(hosts, peers, strict=True):
         host.answer_all(connected)
     for host, connected in zip(hosts, peers, strict=True):
@@ -64,11 +65,11 @@ def test_a_rank_out_of_reach_is_reported_and_no_socket_stays_open(hosts: list[Ho
 def test_a_caller_needs_the_secret_and_a_missing_rank(hosts: list[Host], rank: int) -> None:
     """Rank 0 expects ranks 1 and 2; a caller with a wrong secret, or another rank, gets no region."""
     secret = bytes.fromhex(hosts[0].invitation.secret)
-    hello = handshake._HELLO.pack(rank, secret if rank != 1 else bytes(len(secret)))
+    hello = peers_module._HELLO.pack(rank, secret if rank != 1 else bytes(len(secret)))
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(f"\0{hosts[0].invitation.name}")
     stranger.send(hello)
-    peers: list[handshake.ConnectedPeer] = []
+    peers: list[peers_module.ConnectedPeer] = []
     callers = [host.call([hosts[0].invitation]) for host in hosts[1:]]
     hosts[0].answer_all(peers)
     assert [peer.rank for peer in peers] == [1, 2]
@@ -79,17 +80,17 @@ def test_a_caller_needs_the_secret_and_a_missing_rank(hosts: list[Host], rank: i
 
 def meets_strangers() -> str:
     """Some call before the ranks do: one silent, one with a wrong secret, one that is no rank."""
-    prepare, strangers = handshake.Host.__init__, []
+    prepare, strangers = peers_module.Host.__init__, []
 
-    def prepare_and_call(self: handshake.Host, *args: Any) -> None:
+    def prepare_and_call(self: peers_module.Host, *args: Any) -> None:
         prepare(self, *args)
-        for hello in (b"", handshake._HELLO.pack(2, b"guess"), handshake._HELLO.pack(-7, b"")):
+        for hello in (b"", peers_module._HELLO.pack(2, b"guess"), peers_module._HELLO.pack(-7, b"")):
             strangers.append(socket.socket(socket.AF_UNIX))
             strangers[-1].connect(self._listener.getsockname())
             strangers[-1].send(hello)
 
     if dist.get_rank() == 0:
-        handshake.Host.__init__ = prepare_and_call  # type: ignore[method-assign]
+        peers_module.Host.__init__ = prepare_and_call  # type: ignore[method-assign]
         listen = socket.socket.listen
         socket.socket.listen = lambda self, _: listen(self, 10)  # type: ignore[method-assign,misc]
     group = new_group()
@@ -101,3 +102,54 @@ def meets_strangers() -> str:
 def test_strangers_are_turned_away() -> None:
     with Ranks(3, deadline=30.0) as ranks:
         assert ranks.run(meets_strangers) == ["3 in 3"] * 3
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[PeerSocket, PeerSocket, list[int]]]:
+    """This rank's end of a socket to rank 3, the other end, and the ranks lost so far."""
+    first, second = socket.socketpair()
+    lost: list[int] = []
+    yield PeerSocket(3, first, lost), PeerSocket(0, second, []), lost
+    first.close()
+    second.close()
+
+
+def test_notices_are_counted_by_kind(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
+    here, other_end, _ = ends
+    other_end.notify(Notice.WROTE, 1)
+    other_end.notify(Notice.LANE_READ, 3)
+    other_end.notify(Notice.WROTE, 2)
+    assert here.num_received(Notice.WROTE) == 0, "counted when they are received"
+    assert here.receive()
+    assert [here.num_received(notice) for notice in Notice] == [3, 0, 0, 3]
+
+
+def test_a_peer_is_lost_after_its_last_notice(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
+    here, other_end, lost = ends
+    assert not here.has_disconnected()
+    other_end.notify(Notice.READ, 1)
+    other_end.disconnect()
+    assert here.has_disconnected(), "known at once"
+    assert here.receive()
+    here.raise_if_lost()
+    assert not here.receive()
+    assert lost == [3]
+    with pytest.raises(PeerLost, match=r"rank 3 is gone$"):
+        here.raise_if_lost()
+
+
+def test_the_first_loss_is_reported_first(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
+    here, other_end, lost = ends
+    lost.append(1)
+    here.raise_if_lost()  # not this peer
+    other_end.disconnect()
+    here.receive()
+    with pytest.raises(PeerLost, match="rank 1 is gone, then rank 3"):
+        here.raise_if_lost()
+
+
+def test_notices_to_a_lost_peer_are_dropped(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
+    here, other_end, _ = ends
+    other_end.close()
+    for _ in range(3):
+        here.notify(Notice.WROTE, 1)
