@@ -22,7 +22,7 @@ from benchmarks.compare import Row, compare
 from benchmarks.harness import Contender, alternate
 from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate
 from echelon.models import ModelConfig
-from echelon.models.llama import SwiGLU
+from echelon.models.transformer import SwiGLU
 from echelon.nn.experts.compute import activate, activation_gradients
 
 _DENSE, _FUSED, _ECHELON = "dense", "dense, fused", "echelon"

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import echelon.data.corpus
 from echelon.models import build, preset, read_image_config
-from echelon.models.huggingface import load_hf, save_hf
-from echelon.models.image.folder_config import config_to_json
-from echelon.models.image.presets import image_preset
+from echelon.models.hf.folder import load_hf, save_hf
+from echelon.models.image.config import config_to_json, image_preset
 from echelon.plan import Plan
 from echelon.planner import partition, read_profile
 from echelon.program import build as build_schedule

@@ -1,3 +1,5 @@
+"""None"""
+
 import copy
 import dataclasses
 
@@ -5,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.models import build
+from echelon.errors import UserError
+from echelon.models import GPT, Llama, ModelConfig, build
 
 
 def built(config, seed=0):
@@ -118,3 +121,63 @@ def test_dropout_stands_after_embedding_attention_and_feed_forward(config, token
         assert not torch.equal(changed(tokens), built(config)(tokens)), name
     assert torch.equal(model.eval()(tokens), built(config)(tokens))
     assert model.state_dict().keys() == built(config).state_dict().keys()
+
+
+SMALL_GPT = ModelConfig("gpt", layers=2, width=16, heads=4, vocab=37, sequence=24)
+
+
+def test_names_of_parameters_of_gpt():
+    parts = ["attention.query", "attention.key", "attention.value", "attention.output", "mlp.up", "mlp.down"]
+    block = {
+        f"{part}.{kind}" for part in [*parts, "attention_norm", "mlp_norm"] for kind in ("weight", "bias")
+    }
+    names = {f"blocks.{i}.{name}" for i in range(2) for name in block}
+    names |= {"embedding.tokens.weight", "embedding.positions.weight"}
+    names |= {"head.norm.weight", "head.norm.bias", "head.projection.weight"}
+    assert {name for name, _ in GPT(SMALL_GPT).named_parameters()} == names
+
+
+def test_too_long_a_sequence_is_refused():
+    with pytest.raises(UserError, match="a sequence of 25 tokens: this GPT has learned 24 positions"):
+        GPT(SMALL_GPT)(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_gpt_refuses_a_config_of_another_family():
+    with pytest.raises(UserError, match="family 'llama'"):
+        GPT(ModelConfig("llama", layers=1, width=16, heads=4, vocab=37, sequence=24))
+
+
+SMALL_LLAMA = ModelConfig("llama", layers=2, width=32, heads=4, kv_heads=2, ffn=40, vocab=37, sequence=24)
+
+
+def test_names_of_parameters_of_llama():
+    parts = ["query", "key", "value", "output"]
+    block = [f"attention.{part}" for part in parts] + ["mlp.gate", "mlp.up", "mlp.down"]
+    names = {f"blocks.{i}.{part}.weight" for i in range(2) for part in [*block, "attention_norm", "mlp_norm"]}
+    names |= {"embedding.tokens.weight", "head.norm.weight", "head.projection.weight"}
+    assert {name for name, _ in Llama(SMALL_LLAMA).named_parameters()} == names
+
+
+def test_grouped_keys_and_values_are_narrow():
+    attention = Llama(SMALL_LLAMA).blocks[0].attention
+    assert [tuple(p.weight.shape) for p in (attention.query, attention.key, attention.value)] == [
+        (32, 32),
+        (16, 32),
+        (16, 32),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_norm_sums_in_float32_at_least(dtype):
+    """16-bit sums of 256 squares lose the smaller ones; float64 must not pass through float32."""
+    wide = ModelConfig("llama", layers=1, width=256, heads=4, ffn=40, vocab=37, sequence=24)
+    norm = Llama(wide).head.norm.to(dtype)
+    x = (torch.randn(8, 256, dtype=torch.float64) * 3).to(dtype)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + wide.norm_epsilon).rsqrt()
+    error = (norm(x).double() - exact).abs().max().item()
+    assert error < (1e-14 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps)
+
+
+def test_llama_refuses_a_config_of_another_family():
+    with pytest.raises(UserError, match="family 'gpt'"):
+        Llama(ModelConfig("gpt", layers=1, width=16, heads=4, vocab=37, sequence=24))

@@ -4,12 +4,11 @@ They know nothing of parallelism. `train` and the benchmarks use them; the strat
 lists its layers.
 """
 
+from echelon.models.build import build, build_image, build_without_memory, num_parameters
 from echelon.models.config import ModelConfig, RopeScaling
 from echelon.models.experts_config import ExpertsConfig
-from echelon.models.families import build
 from echelon.models.generate import generate
-from echelon.models.gpt import GPT
-from echelon.models.huggingface import (
+from echelon.models.hf.folder import (
     from_hf_state,
     load_hf,
     read_hf_config,
@@ -17,16 +16,11 @@ from echelon.models.huggingface import (
     save_hf_state,
     to_hf_state,
 )
-from echelon.models.image.config import ImageConfig
-from echelon.models.image.folder import load_image
-from echelon.models.image.folder_config import read_image_config
-from echelon.models.image.model import ImageModel, build_image
-from echelon.models.image.presets import image_preset, image_presets
-from echelon.models.llama import Llama
+from echelon.models.image.config import ImageConfig, image_preset, image_presets, read_image_config
+from echelon.models.image.model import ImageModel, load_image
 from echelon.models.loss import cross_entropy
 from echelon.models.presets import preset, presets
-from echelon.models.transformer import Transformer
-from echelon.models.without_memory import build_without_memory, num_parameters
+from echelon.models.transformer import GPT, Llama, Transformer
 
 __all__ = [
     "GPT",

@@ -2,24 +2,38 @@
 
 Every part knows its own initial values (`reset_parameters`), drawn from torch's seed when it is built.
 `x` is always hidden states, [batch, sequence, width].
-`gpt` and `llama` have what differs between families (embedding, norm, feed-forward); `transformer` connects
-the parts.
+`transformer` has what differs between families (embedding, norm, dense feed-forward), and connects the parts.
 """
 
 import math
 from collections.abc import Callable
+from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.models.config import ModelConfig
+from echelon.models.experts_config import GATE_FIELDS, ExpertsConfig
 from echelon.models.rotary import Rotary, rotate
+from echelon.nn.experts import (
+    Experts,
+    Gate,
+    GShardGate,
+    HierarchicalGate,
+    MixtureOfExperts,
+    NoisyTopKGate,
+    SigmoidGate,
+    SoftmaxGate,
+    SwitchGate,
+)
+from echelon.nn.experts.layer import Activation
 from echelon.nn.sequence import WHOLE
 
 INIT_STD = 0.02
 
 
 def residual_std(config: ModelConfig) -> float:
-    """For projections that add to the residual stream: 2 · layers of them are summed, so each is smaller."""
+    """Return the spread of projections that add to the residual stream: 2 · layers of them are summed."""
     return INIT_STD / math.sqrt(2 * config.layers)
 
 
@@ -45,7 +59,7 @@ class TiedLinear(nn.Linear):
         self.weight = weight
 
     def reset_parameters(self) -> None:
-        """Nothing to do: the owner of the weight initialises it."""
+        """Do nothing: the owner of the weight initialises it."""
 
 
 class Embedding(nn.Embedding):
@@ -102,7 +116,7 @@ class Attention(nn.Module):
         return joined
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """[batch, sequence, heads · head_width] -> [batch, heads, sequence, head_width]"""
+        """View [batch, sequence, heads · head_width] as [batch, heads, sequence, head_width]."""
         return x.reshape(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
@@ -156,3 +170,73 @@ def reset_parameters(layer: nn.Module) -> None:
             reset = getattr(module, "reset_parameters", None)
             assert reset is not None, f"{type(module).__name__} does not know its initial values"
             reset()
+
+
+# The feed-forward part of a block as its config says: dense, or a mixture of experts.
+
+Dense = Callable[[ModelConfig, int], nn.Module]  # of a hidden width
+
+
+def feed_forward(config: ModelConfig, layer: int, dense: Dense) -> nn.Module:
+    """Make the feed-forward part of the block `layer`; `dense` makes the family's own."""
+    experts = config.experts
+    if experts is None or not config.has_experts(layer):
+        return dense(config, config.ffn_width)
+    gate = make_gate(config.width, experts)
+    activation: Activation = "gelu" if config.family == "gpt" else "swiglu"
+    routed = Experts(experts.num_experts, config.width, experts.hidden, activation, std=residual_std(config))
+    return MixtureOfExperts(gate, routed, _shared(config, experts, dense))
+
+
+def make_gate(width: int, config: ExpertsConfig) -> Gate:
+    """Make the gate of one layer. Fields of the config are arguments of the same name, or of `_ARGUMENTS`."""
+    if config.gate == "hierarchical":
+        return _hierarchical(width, config)
+    top_k = () if config.gate in ("switch", "gshard") else (config.top_k,)  # which choose 1 and 2
+    fields = {name: getattr(config, name) for name in GATE_FIELDS[config.gate]}
+    arguments = {_ARGUMENTS.get(name, name): value for name, value in fields.items()}
+    return _GATES[config.gate](width, config.num_experts, *top_k, **arguments)
+
+
+def _hierarchical(width: int, config: ExpertsConfig) -> Gate:
+    return HierarchicalGate(
+        width,
+        config.groups,
+        config.num_experts // config.groups,
+        top_groups=config.num_chosen_groups,
+        top_experts=config.top_k // config.num_chosen_groups,
+        importance=config.importance,
+        load=config.load,
+        capacity=config.capacity,
+    )
+
+
+_GATES: dict[str, Callable[..., Gate]] = {
+    "softmax": SoftmaxGate,
+    "noisy-top-k": NoisyTopKGate,
+    "switch": SwitchGate,
+    "gshard": GShardGate,
+    "sigmoid": SigmoidGate,
+}
+_ARGUMENTS = {"group_top_k": "top_groups"}
+
+
+def _shared(config: ModelConfig, experts: ExpertsConfig, dense: Dense) -> nn.Module | None:
+    if not experts.shared:
+        return None
+    expert = dense(config, experts.shared)
+    return SharedExpert(expert, config.width) if experts.shared_gate else expert
+
+
+@final
+class SharedExpert(nn.Module):
+    """An expert that sees every token, weighted by a sigmoid of the token: Qwen2-MoE."""
+
+    def __init__(self, expert: nn.Module, width: int) -> None:
+        super().__init__()
+        self.expert = expert
+        self.weight = Linear(width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weighted: Tensor = torch.sigmoid(self.weight(x)) * self.expert(x)
+        return weighted

@@ -1,7 +1,7 @@
 """The shape of a transformer as plain data: `ModelConfig`.
 
 It needs no torch, so that a planner can size a model that fits on no machine here. Named sizes are in
-`presets`, the modules in `gpt` and `llama`.
+`presets`, the modules in `transformer`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
 from echelon.models.experts_config import ExpertsConfig
-from echelon.models.value_checks import count_errors, flag_errors, is_number, number_errors
+from echelon.models.value_checks import value_errors
 
 Family = Literal["gpt", "llama"]
 
@@ -19,7 +19,7 @@ _TOO_MANY = 2**62  # parameters, or positions: torch could not count their bytes
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches its rotary positions beyond the sequence it was first trained on.
+    """The rule by which Llama 3.1 stretches its rotary positions beyond the sequence it was first trained on.
 
     Wavelengths longer than `original_sequence / low_freq_factor` are stretched by `factor`, those shorter
     than `original_sequence / high_freq_factor` are kept, and those between are blended.
@@ -32,8 +32,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         errors = [
-            *number_errors(self, "factor", "low_freq_factor", "high_freq_factor"),
-            *count_errors(self, "original_sequence"),
+            *value_errors(self, "number", "factor", "low_freq_factor", "high_freq_factor"),
+            *value_errors(self, "count", "original_sequence"),
         ]
         if not errors and self.low_freq_factor >= self.high_freq_factor:
             errors.append(
@@ -71,15 +71,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         errors = [
             *_family_errors(self.family),
-            *count_errors(self, "layers", "width", "heads", "vocab", "sequence"),
-            *count_errors(self, *(name for name in _OPTIONAL if getattr(self, name) is not None)),
-            *number_errors(self, "norm_epsilon", "rope_theta"),
-            *flag_errors(self, "tied", "qk_norm"),
+            *value_errors(self, "count", "layers", "width", "heads", "vocab", "sequence"),
+            *value_errors(self, "count", *(name for name in _OPTIONAL if getattr(self, name) is not None)),
+            *value_errors(self, "number", "norm_epsilon", "rope_theta"),
+            *value_errors(self, "flag", "tied", "qk_norm"),
+            *value_errors(self, "fraction", "dropout"),
         ]
         if self.experts is not None and not isinstance(self.experts, ExpertsConfig):
             errors.append(f"experts={self.experts!r}: must be an ExpertsConfig")
-        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            errors.append(f"dropout={self.dropout!r}: must be a number from 0 to below 1")
         # How values fit together is checked only if each value is valid.
         raise_errors("model config", errors or _fit_errors(self))
 
@@ -112,26 +111,26 @@ class ModelConfig:
 
     @property
     def bias(self) -> bool:
-        """Whether linear layers add a bias: GPT's do, Llama's do not."""
+        """True if linear layers add a bias: GPT's do, Llama's do not."""
         return self.family == "gpt"
 
     @property
     def num_parameters(self) -> int:
-        """Exact count; a tied weight counts once."""
+        """The exact number of parameters; a tied weight counts once."""
         return self._count(self.experts.num_experts if self.experts else 0)
 
     @property
     def num_active_parameters(self) -> int:
-        """How many of them one token is computed with: of the experts, those that its gate chooses."""
+        """The number of parameters that compute one token: of experts, those that its gate chooses."""
         return self._count(self.experts.top_k if self.experts else 0)
 
     @property
     def num_routed_parameters(self) -> int:
-        """How many of them are experts that gates choose from: what `expert` ranks divide."""
+        """The number of parameters of experts that gates choose from, which `expert` ranks divide."""
         return self.num_parameters - self._count(0)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the feed-forward part of this block is a mixture of experts."""
+        """Return True if the feed-forward part of this block is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.first_dense
 
     def _count(self, num_experts: int) -> int:
@@ -169,7 +168,7 @@ def _num_mlp_parameters(config: ModelConfig, ffn: int) -> int:
 
 
 def _num_mixture_parameters(config: ModelConfig, experts: ExpertsConfig, num_experts: int) -> int:
-    """Of one layer, whose gate chooses this many experts. Experts have no biases."""
+    """Count the parameters of one layer with this many experts. Experts have no biases."""
     gate = experts.num_gate_rows * config.width
     routed = num_experts * _num_matrices(config) * config.width * experts.hidden
     shared = _num_mlp_parameters(config, experts.shared) if experts.shared else 0
@@ -177,7 +176,7 @@ def _num_mixture_parameters(config: ModelConfig, experts: ExpertsConfig, num_exp
 
 
 def _num_matrices(config: ModelConfig) -> int:
-    """Of a feed-forward part."""
+    """Count the matrices of a feed-forward part."""
     return 2 if config.family == "gpt" else 3
 
 
@@ -221,7 +220,7 @@ def _head_errors(config: ModelConfig) -> list[str]:
 
 
 def _family_fit_errors(config: ModelConfig) -> list[str]:
-    """What GPT does not have."""
+    """List options that GPT does not have."""
     if config.family != "gpt":
         return []
     errors = []

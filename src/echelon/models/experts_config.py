@@ -1,11 +1,11 @@
-"""The experts of a model as plain data: `ExpertsConfig`. It needs no torch; `mixture` builds the modules."""
+"""The experts of a model as plain data: `ExpertsConfig`. It needs no torch; `blocks` builds the modules."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
-from echelon.models.value_checks import count_errors, flag_errors, number_errors, weight_errors
+from echelon.models.value_checks import value_errors
 
 GateName = Literal["softmax", "noisy-top-k", "switch", "gshard", "sigmoid", "hierarchical"]
 
@@ -68,16 +68,16 @@ class ExpertsConfig:
         if self.gate not in gates:
             errors.append(f"gate={self.gate!r}: is not a gate{did_you_mean(str(self.gate), gates)}")
         errors += [
-            *count_errors(self, "num_experts", "top_k", "hidden", "groups"),
-            *count_errors(self, "shared", "first_dense", least=0),
-            *flag_errors(self, "normalize", "shared_gate"),
-            *number_errors(self, "scale"),
-            *weight_errors(self, *TRAINING_FIELDS),
+            *value_errors(self, "count", "num_experts", "top_k", "hidden", "groups"),
+            *value_errors(self, "count or 0", "shared", "first_dense"),
+            *value_errors(self, "flag", "normalize", "shared_gate"),
+            *value_errors(self, "number", "scale"),
+            *value_errors(self, "weight", *TRAINING_FIELDS),
         ]
         if self.group_top_k is not None:
-            errors += count_errors(self, "group_top_k")
+            errors += value_errors(self, "count", "group_top_k")
         if self.capacity is not None:
-            errors += number_errors(self, "capacity")
+            errors += value_errors(self, "number", "capacity")
         # How values fit together is checked only if each value is valid.
         raise_errors("experts config", errors or _fit_errors(self))
 

@@ -8,12 +8,8 @@ from echelon.models.config import ModelConfig, RopeScaling
 from echelon.models.experts_config import ExpertsConfig
 
 
-def _gpt2(layers: int, width: int, heads: int) -> ModelConfig:
-    return ModelConfig("gpt", layers, width, heads, vocab=50257, sequence=1024, tied=True)
-
-
-def _gpt3(layers: int, width: int, heads: int) -> ModelConfig:
-    return ModelConfig("gpt", layers, width, heads, vocab=50257, sequence=2048, tied=True)
+def _gpt(layers: int, width: int, heads: int, sequence: int) -> ModelConfig:
+    return ModelConfig("gpt", layers, width, heads, vocab=50257, sequence=sequence, tied=True)
 
 
 def _llama2(layers: int, width: int, heads: int, kv_heads: int | None, ffn: int) -> ModelConfig:
@@ -43,25 +39,25 @@ _PRESETS = {
     "llama-tiny": ModelConfig("llama", 4, 128, 4, vocab=256, sequence=128, kv_heads=2, ffn=384),
     "moe-tiny": ModelConfig(
         "llama",
-        4,
-        128,
-        4,
+        layers=4,
+        width=128,
+        heads=4,
         vocab=256,
         sequence=128,
         kv_heads=2,
         experts=ExpertsConfig(8, 2, hidden=192, balance=0.01),
     ),
-    "gpt-small": _gpt2(12, 768, 12),
-    "gpt-medium": _gpt2(24, 1024, 16),
-    "gpt-large": _gpt2(36, 1280, 20),
-    "gpt-xl": _gpt2(48, 1600, 25),
+    "gpt-small": _gpt(12, 768, 12, 1024),
+    "gpt-medium": _gpt(24, 1024, 16, 1024),
+    "gpt-large": _gpt(36, 1280, 20, 1024),
+    "gpt-xl": _gpt(48, 1600, 25, 1024),
     # The GPT-3 paper prints 24 heads for 1.3B and width 5140 for 13B, which are not divisible; these
     # are the sizes that everyone builds instead.
-    "gpt-1.3b": _gpt3(24, 2048, 16),
-    "gpt-2.7b": _gpt3(32, 2560, 32),
-    "gpt-6.7b": _gpt3(32, 4096, 32),
-    "gpt-13b": _gpt3(40, 5120, 40),
-    "gpt-175b": _gpt3(96, 12288, 96),
+    "gpt-1.3b": _gpt(24, 2048, 16, 2048),
+    "gpt-2.7b": _gpt(32, 2560, 32, 2048),
+    "gpt-6.7b": _gpt(32, 4096, 32, 2048),
+    "gpt-13b": _gpt(40, 5120, 40, 2048),
+    "gpt-175b": _gpt(96, 12288, 96, 2048),
     "llama2-7b": _llama2(32, 4096, 32, kv_heads=None, ffn=11008),
     "llama2-13b": _llama2(40, 5120, 40, kv_heads=None, ffn=13824),
     "llama2-70b": _llama2(80, 8192, 64, kv_heads=8, ffn=28672),
@@ -71,9 +67,9 @@ _PRESETS = {
     "llama3-405b": _llama3(126, 16384, 128, ffn=53248, stretch=8.0, tied=False),
     "mixtral-8x7b": ModelConfig(
         "llama",
-        32,
-        4096,
-        32,
+        layers=32,
+        width=4096,
+        heads=32,
         vocab=32000,
         sequence=32768,
         kv_heads=8,
@@ -82,9 +78,9 @@ _PRESETS = {
     ),
     "deepseek-moe-16b": ModelConfig(
         "llama",
-        28,
-        2048,
-        16,
+        layers=28,
+        width=2048,
+        heads=16,
         vocab=102400,
         sequence=4096,
         ffn=10944,
@@ -95,9 +91,9 @@ _PRESETS = {
     ),
     "qwen3-30b-a3b": ModelConfig(
         "llama",
-        48,
-        2048,
-        32,
+        layers=48,
+        width=2048,
+        heads=32,
         vocab=151936,
         sequence=40960,
         kv_heads=4,
@@ -111,12 +107,12 @@ _PRESETS = {
 
 
 def presets() -> tuple[str, ...]:
-    """The names that `preset` knows, small families first."""
+    """List the names that `preset` knows, small families first."""
     return tuple(_PRESETS)
 
 
 def preset(name: str) -> ModelConfig:
-    """The config of a named model: preset("llama3-8b")."""
+    """Return the config of a named model: preset("llama3-8b")."""
     if name not in _PRESETS:
         raise UserError(f"'{name}' is not a model preset{did_you_mean(name, _PRESETS)}")
     return _PRESETS[name]

@@ -1,39 +1,31 @@
 """Errors of single values of a config: counts, numbers, yes or no. They need no torch."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 
-def count_errors(config: object, *names: str, least: int = 1) -> list[str]:
-    return [
-        f"{name}={value!r}: must be an integer, at least {least}"
-        for name in names
-        if isinstance(value := getattr(config, name), bool) or not isinstance(value, int) or value < least
-    ]
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def number_errors(config: object, *names: str) -> list[str]:
-    return [
-        f"{name}={value!r}: must be a number above 0"
-        for name in names
-        if not is_number(value := getattr(config, name)) or not 0 < value < math.inf
-    ]
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)
 
 
-def weight_errors(config: object, *names: str) -> list[str]:
-    return [
-        f"{name}={value!r}: must be a number, at least 0"
-        for name in names
-        if not is_number(value := getattr(config, name)) or not 0 <= value < math.inf
-    ]
+# Kind of value → what it must be, and the check.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("an integer, at least 1", lambda value: _is_integer(value) and value >= 1),
+    "count or 0": ("an integer, at least 0", lambda value: _is_integer(value) and value >= 0),
+    "number": ("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf),
+    "weight": ("a number, at least 0", lambda value: _is_number(value) and 0 <= value < math.inf),
+    "fraction": ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+}
 
 
-def flag_errors(config: object, *names: str) -> list[str]:
-    return [
-        f"{name}={value!r}: must be true or false"
-        for name in names
-        if not isinstance(value := getattr(config, name), bool)
-    ]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def value_errors(config: object, kind: str, *names: str) -> list[str]:
+    """List the fields of a config that are not of this kind."""
+    rule, is_valid = _RULES[kind]
+    values = {name: getattr(config, name) for name in names}
+    return [f"{name}={value!r}: must be {rule}" for name, value in values.items() if not is_valid(value)]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from echelon.models.image.model import build_image
+from echelon.models.build import build_image
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 
 NETWORKS = ["alexnet", "nin", "overfeat", "vgg16", "inception-v1", "resnet-50"]

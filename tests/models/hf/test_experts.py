@@ -14,7 +14,7 @@ from echelon.models.hf.config import config_differences, config_from_hf, config_
 from echelon.models.hf.dialects import dialect_of
 from echelon.nn.experts import auxiliary_loss
 from tests.models.conftest import MIXTURES
-from tests.models.test_huggingface import WideRotary, assert_same_logits, hf_model_of, ours_of
+from tests.models.hf.test_folder import WideRotary, assert_same_logits, hf_model_of, ours_of
 
 transformers = pytest.importorskip("transformers")
 IN_TRANSFORMERS = ["mixtral", "qwen3_moe"]
