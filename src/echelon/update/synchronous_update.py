@@ -87,7 +87,8 @@ class SynchronousUpdate(Update):
         # Zero over all ranks where they agree: the first one's as often as there are others.
         weight = self._group.size - 1 if self._group.rank == 0 else -1
         flag = weight * self._digest + (0.5 if self._refuses_next else 0.0)  # integers never cancel it
-        flags[list(Problem).index(Problem.DIFFERENT_CHANGE)] += flag
+        if flag:
+            flags[list(Problem).index(Problem.DIFFERENT_CHANGE)] += flag
         self._digest, self._refuses_next = 0.0, False
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
         summed = torch.cat([tally, square.view(1), flags, *of_gates])
@@ -308,5 +309,7 @@ def _on_device(number: Number, like: Tensor) -> Tensor:
 
 
 def _sum(numbers: Tensor, group: Group) -> None:
+    if group.size == 1:
+        return
     with group.ledger.about("metrics"):
         group.all_reduce(numbers)

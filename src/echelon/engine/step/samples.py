@@ -116,7 +116,8 @@ class Scopes:
             with open_at(place):
                 yield
             return
-        with self._agreement.around(hash_of(self.seed or 0, step, self._replica, place)), open_at(place):
+        number = partial(hash_of, self.seed or 0, step, self._replica, place)
+        with self._agreement.around(number), open_at(place):
             yield
 
     def at_sample(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
@@ -199,13 +200,13 @@ class DrawAgreement:
         self._flag = HostCopy(flag)
 
     @contextmanager
-    def around(self, number: int) -> Iterator[None]:
+    def around(self, number: Callable[[], int]) -> Iterator[None]:
         """A forward pass. Generators of others are seeded by this number, where replicas must differ."""
         if self.intercepts and not (self._is_open or self.draws.foreign):
             yield
         elif self.intercepts or self.draws.foreign:
             states = self.draws.generators()
-            with states.seeded(number) if self._mesh.plan.data > 1 else nullcontext():
+            with states.seeded(number()) if self._mesh.plan.data > 1 else nullcontext():
                 yield
         else:
             states = GeneratorStates.of_torch(self.device)
