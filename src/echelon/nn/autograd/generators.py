@@ -23,9 +23,10 @@ class _Generator(NamedTuple):
 
 @final
 class GeneratorStates:
-    """Their states now. `modules`: whose own generators count too."""
+    """The states of random generators at one moment."""
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
+        """Read all global generators, and those that `modules` hold."""
         self._read([*_torch_generators(device), *_other_generators(), *_own_generators(modules)])
 
     @classmethod
@@ -47,6 +48,7 @@ class GeneratorStates:
         return GeneratorStates.__new__(GeneratorStates)._read(generator for generator, _ in self._states)
 
     def restore(self) -> None:
+        """Set the generators back to these states."""
         for generator, state in self._states:
             generator.write(state)
 
