@@ -28,11 +28,11 @@ from echelon.update.numbers import Flag, HostCopy, Number
 from echelon.update.offload.host_twins import HostTwins, Twin
 from echelon.update.offload.host_worker import DirectCall, HostCall, HostRing, HostWorker, runs_beside
 from echelon.update.offload.weight_return import KeptWeights, WeightReturn
-from echelon.update.optim.local import FirstStates, Make, make_local
+from echelon.update.optim.local import FirstStates, Make
 from echelon.update.optim.optimizer_state import load_state
 from echelon.update.precision.flat_memory import dense_strides
 from echelon.update.precision.optimizer_call import may_fuse
-from echelon.update.precision.stepper import LocalStepper, by_parameter, state_tensors
+from echelon.update.precision.stepper import LocalStepper, state_tensors
 
 _IN_FLIGHT = 2  # units whose gradients are on their way down
 
@@ -57,10 +57,8 @@ class HostStepper(LocalStepper):
     ) -> None:
         """`units`: all local parameters, in the order in which a forward pass uses them. `in_backward`: they
         are updated one after the other in the backward pass."""
-        self._local = [each for unit in units for each in unit]
-        copies = [each._replace(tensor=twins.of(each).updated) for each in self._local]
-        super().__init__(make_local(make, parameters, by_parameter(self._local, copies)), deferred=False)
         self._units, self._twins, self._boundary, self._worker = units, twins, boundary, worker
+        super().__init__(make, parameters, [each for unit in units for each in unit])
         self._delay, self._in_backward = delay, in_backward
         self._number = 0
         self._ring: HostRing | None = None
