@@ -74,9 +74,7 @@ class Engine:
             skips_steps=flushes,
             most_skipped=setup.rule.nonfinite.most_skipped,
         )
-        self._state = EngineState(
-            mesh, self.module, setup.names, local, layers.in_whole, update, self._counter, setup.scopes.seed
-        )
+        self._state = EngineState(setup, self._counter)
         self._modules = self._state.modules
         inside = Inside()
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
@@ -89,7 +87,7 @@ class Engine:
             self._runner,
             self._counter,
             self._watch,
-            make_audit(audit, self._state, self._runner, setup.scopes, layers),
+            make_audit(audit, setup, self._state, self._runner),
             make_drift_check(local, layers, mesh, audit.check_every),
             search,
         )
