@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from echelon.collectives.mesh.layout import Layout
+from echelon.collectives.layout import Layout
 from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, FIELDS, Plan
 from echelon.plan.plan import RULES

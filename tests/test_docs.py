@@ -405,3 +405,27 @@ def test_imports_point_downward_as_the_picture_shows() -> None:
     }
     public_names = {"experts", "optim", "sequence"}  # of modules in rooms: tests/test_public_names.py
     assert existing - public_names == level.keys() | set(generate.BESIDE.packages)
+
+
+def _defined(path: Path) -> set[str]:
+    """Classes, functions and methods of a file: {"Step", "Step.train", …}."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            names |= {node.name, *(f"{node.name}.{each.name}" for each in functions)}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+    return names
+
+
+def test_the_walk_through_a_step_names_what_is_there() -> None:
+    page = (ROOT / "docs" / "a-step.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./(src/[\w/]+\.py)\)", page)
+    assert len(links) > 15
+    assert [(name, path) for name, path in links if name not in _defined(ROOT / path)] == []
+
+
+def test_a_step_is_read_in_one_file_of_a_few_screens() -> None:
+    step = (ROOT / "src/echelon/engine/step/step.py").read_text(encoding="utf-8")
+    assert len(step.splitlines()) <= 250

@@ -25,18 +25,18 @@ def ignore_torch_warnings() -> None:
 
 
 def cpu_model() -> str:
-    """The processor's name, or at least its architecture."""
+    """Return the processor's name, or at least its architecture."""
     return _fields(Path("/proc/cpuinfo")).get("model name") or platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, which can be fewer than the machine has."""
+    """Return the cores that this process may use, which can be fewer than the machine has."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, quota_cores(_text(_CGROUP / "cpu.max")) or cores)
 
 
 def quota_cores(cpu_max: str) -> int | None:
-    """The full cores in a cgroup's cpu.max ('250000 100000' is 2.5 cores), or None for no limit."""
+    """Return the full cores in a cgroup's cpu.max ('250000 100000' is 2.5 cores), or None for no limit."""
     match cpu_max.split():
         case [quota, period] if quota != "max":
             return max(1, int(quota) // int(period))
@@ -44,20 +44,20 @@ def quota_cores(cpu_max: str) -> int | None:
 
 
 def total_memory() -> int:
-    """Bytes of memory that this machine, or its container, has."""
+    """Return the bytes of memory that this machine, or its container, has."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _text(_CGROUP / "memory.max").strip()
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory() -> int | None:
-    """Bytes that a new process can use without swapping; None if the system does not say."""
+    """Return the bytes that a new process can use without swapping; None if the system does not say."""
     available = _fields(Path("/proc/meminfo")).get("MemAvailable")  # "22916420 kB"
     return None if available is None else min(1024 * int(available.split()[0]), total_memory())
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """The 'name : value' lines of a file; the last one wins if a name is repeated."""
+    """Return the 'name : value' lines of a file; the last one wins if a name is repeated."""
     pairs = (line.partition(":") for line in _text(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 

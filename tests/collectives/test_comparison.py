@@ -18,8 +18,8 @@ from echelon.collectives import (
     ring_all_reduce,
 )
 from echelon.collectives.comparison import Call
-from echelon.collectives.mesh import mesh as debugging
-from echelon.collectives.mesh.process_groups import new_host_group
+from echelon.collectives.mesh import compare_calls
+from echelon.collectives.process_groups import new_host_group
 from echelon.launching import Ranks
 
 Warm = Callable[[int], Ranks]
@@ -31,7 +31,7 @@ def compared(kind: str) -> Group:
     process_group = new_host_group(range(dist.get_world_size()))
     torch_group = TorchGroup("data", process_group, Ledger())
     group = torch_group if kind == "gloo" else group_over("data", process_group, Ledger())
-    debugging.compare_calls(group)
+    compare_calls(group)
     assert group.comparison is not None
     return group
 

@@ -24,7 +24,7 @@ from benchmarks.result import make_result
 
 from echelon import optim
 from echelon.launching import TRAINING_MODULES, Ranks, preload
-from echelon.launching.messages.byte_collectives import broadcast_bytes
+from echelon.launching.group import broadcast_bytes
 from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, make_engine, result_of, train_rank

@@ -21,6 +21,7 @@ from echelon.launching import (
     PeerLost,
     at_instruction,
     beat,
+    channel,
     enter_operation,
     group,
     is_launched_rank,
@@ -29,8 +30,7 @@ from echelon.launching import (
     leave_operation,
     send_message,
 )
-from echelon.launching.messages import byte_collectives, channel
-from echelon.launching.messages.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
+from echelon.launching.group import all_gather_bytes, broadcast_bytes, gather_bytes
 from echelon.launching.placement import RankReport
 from echelon.launching.torchrun import share_results
 from tests.launching.processes import wait_until
@@ -243,7 +243,7 @@ def all_gather(lengths: list[int]) -> list[bytes]:
 
 def gather_and_broadcast(lengths: list[int], chunk: int) -> tuple[list[bytes], bytes]:
     data = bytes_of(dist.get_rank(), lengths[dist.get_rank()])
-    with patch.object(byte_collectives, "_CHUNK_BYTES", chunk):
+    with patch.object(group, "_CHUNK_BYTES", chunk):
         return gather_bytes(data, lengths), broadcast_bytes(data, lengths[0])
 
 

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -8,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launching.messages.calls import pack_call
-from echelon.launching.messages.channel import Answer, Message
+from echelon.launching.channel import Answer, Message, pack_call
 from echelon.launching.rank_process import Event, RankProcess, collect_stacks, kill_all, stop_all
 from echelon.launching.watch import hang
 from echelon.launching.watch.failure import Failure, Kind
@@ -129,3 +130,11 @@ def test_stacks_of_a_rank_that_never_returns_from_c(process: RankProcess) -> Non
     assert wait_until(is_seen, 60)
     kill_all([process])
     assert not process.is_alive
+
+
+def test_an_unguarded_launch_is_explained_once() -> None:
+    script = Path(__file__).parent / "scripts" / "unguarded.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("UserError: The main module launches ranks while it is imported") == 1
+    assert 'if __name__ == "__main__":' in done.stderr

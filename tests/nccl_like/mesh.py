@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import final
 
 from echelon.collectives import Group, Ledger
+from echelon.collectives.layout import Layout
 from echelon.collectives.mesh import Mesh
-from echelon.collectives.mesh.layout import Layout
 from echelon.plan import Plan
 from tests.nccl_like.group import CPU
 from tests.nccl_like.world import NcclWorld

@@ -18,7 +18,7 @@ from tests.cases import Perceptron, adamw, mean_loss, vectors
 def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
     """Of how many steps this rank kept a record, and what it told."""
     computed, events = 0, list[Event]()
-    compute = loop._record
+    compute = loop._report_of
 
     def count(*arguments: object) -> object:
         nonlocal computed
@@ -26,7 +26,7 @@ def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
         return compute(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_record", count)
+        patch.setattr(loop, "_report_of", count)
         loop.train_rank(job, folder, events.append)
     return computed, len(events), [event for event in events if isinstance(event, Stepped | Evaluated)]
 
@@ -80,15 +80,15 @@ def test_a_step_is_recorded_without_waiting_and_its_times_are_read_a_step_later(
     # Rank 0 read the ledger's times right after every step, and the GPU had nothing to do meanwhile.
     engine = echelon.parallelize(Perceptron(), "data=1", optimizer=adamw, loss=mean_loss)
     reads: list[str] = []
-    records = []
-    for operation, sent in (("first", 10), ("second", 20)):
+    reports = []
+    for step, (operation, sent) in enumerate((("first", 10), ("second", 20)), start=1):
         metrics = engine.step(vectors(0))
         move = engine.ledger.begin("data", operation, Traffic(sent, sent, sent), 0.0)
         engine.ledger.defer(OnDevice(move, reads))
-        records.append((metrics, loop._record(engine)))
+        reports.append((metrics, loop._report_of(engine, step, metrics)))
     assert reads == []
-    metrics, record = records[0]
-    event = loop._stepped(1, metrics, record)
+    metrics, report = reports[0]
+    event = report()
     assert reads == ["first"], "the second step is under way"
     assert (event.moved_bytes, event.comm_seconds, event.comm_hidden_seconds) == (10, 2.0, 2.0)
     assert (event.learning_rate, event.seconds) == (engine.learning_rate, metrics.seconds)

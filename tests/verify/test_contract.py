@@ -11,7 +11,7 @@ import torch
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks, torchrun
-from echelon.launching.watch.deadline import FROM_ENVIRONMENT
+from echelon.launching.settings import FROM_ENVIRONMENT
 from echelon.plan import Plan
 from echelon.verify import Case, assert_equal, contract, verify
 from tests.cases import (

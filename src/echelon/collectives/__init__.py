@@ -1,12 +1,10 @@
 """Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
-from echelon.collectives.backend import without_serialization_warning
 from echelon.collectives.boundary import Copy, HostBoundary, LateFetch, make_boundary
-from echelon.collectives.comparison import CallComparison, about_content
-from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
+from echelon.collectives.comparison import MismatchError, about_content
 from echelon.collectives.group import Group, Handle, Reduction
-from echelon.collectives.ledger import Ledger, Move, StepMoves, Total, Traffic
-from echelon.collectives.mismatch import MismatchError
+from echelon.collectives.ledger import Ledger, Move, StepMoves, Traffic
+from echelon.collectives.mesh import Edge, Edges, disjoint_pairs, edges_over
 from echelon.collectives.recording_group import CompletedWork, RecordingGroup
 from echelon.collectives.ring import naive_all_reduce, ring_all_reduce
 from echelon.collectives.shared.group import group_over
@@ -14,7 +12,6 @@ from echelon.collectives.torch_group import TorchGroup
 from echelon.collectives.work import Work
 
 __all__ = [
-    "CallComparison",
     "CompletedWork",
     "Copy",
     "Edge",
@@ -30,7 +27,6 @@ __all__ = [
     "Reduction",
     "StepMoves",
     "TorchGroup",
-    "Total",
     "Traffic",
     "Work",
     "about_content",
@@ -40,5 +36,4 @@ __all__ = [
     "make_boundary",
     "naive_all_reduce",
     "ring_all_reduce",
-    "without_serialization_warning",
 ]

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from echelon.collectives.group import Group
 from echelon.errors import UserError
-from echelon.launching.group import agree_in_world
-from echelon.launching.messages.byte_collectives import all_gather_bytes
-from echelon.launching.messages.results import decode, encode
+from echelon.launching.group import agree_in_world, all_gather_bytes
+from echelon.launching.results import decode, encode
 
 T = TypeVar("T")
 
@@ -127,7 +126,7 @@ class RankAgreement:
 
     @property
     def is_late(self) -> bool:
-        """Whether reading `largest` at once would wait for a device."""
+        """Return whether reading `largest` at once would wait for a device."""
         return self._device.type == "cuda"
 
     @property

@@ -7,8 +7,8 @@ A copy begins when it is issued and runs beside what the device computes. `wait`
 see it done; `join` returns when it is done, before host code reads or writes the host's side. Until one of
 them, both sides of a copy belong to it. Copies of one direction run in the order of their calls.
 
-Without a GPU the boundary is pretended: both sides are memory of the host, and a copy is made when somebody
-waits for it, as late as may be. So a test finds what was read or overwritten without a wait.
+Without a GPU the boundary is pretended: both sides are memory of the host, and a copy is made when it
+is waited for, as late as may be. So a test finds what was read or overwritten without a wait.
 """
 
 import threading
@@ -25,8 +25,7 @@ from torch import Tensor
 
 from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.ledger import Ledger, Move, Traffic
-from echelon.collectives.timing import HOST_TIMING, Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.errors import UserError
 from echelon.quantities import show_bytes
 
@@ -62,8 +61,10 @@ class Copy:
         self._move: Move | None = move
 
     def wait(self) -> None:
-        """What the device is given from now on finds the copy done. Only the thread of the step calls this,
-        once for every copy; more are harmless."""
+        """Let work that is issued from now on wait for the copy.
+
+        Only the thread of the step calls this, once for every copy; more calls are harmless.
+        """
         if self._move is not None:
             self._timing.wait(self._work, self._move, self._ledger)
             self._move = self.tensor = None
@@ -93,23 +94,23 @@ class HostBoundary(ABC):
         return self._copy(FETCH, tensor, host, Traffic(_num_bytes(host), 0, _num_bytes(host)))
 
     def announce_fetch(self, tensor: Tensor, host: Tensor) -> "LateFetch":
-        """A fetch that begins when somebody says so, in any thread; it is entered into the ledger now."""
+        """Return a fetch that `start` begins, in any thread; it is entered into the ledger now."""
         move = self._ledger.begin(AXIS, FETCH, Traffic(_num_bytes(host), 0, _num_bytes(host)))
         return LateFetch(self, tensor, host, move)
 
     def account(self, category: str, held: Callable[[], Sequence[Tensor]]) -> None:
-        """`held` lists what somebody holds in host memory, for the categories of the memory meter."""
+        """Count what `held` lists as host memory of this category of the memory meter."""
         self._holders.append((category, held))
 
     def storages(self) -> dict[str, list[Tensor]]:
-        """What is held in host memory now, by category."""
+        """Return what is held in host memory now, by category."""
         found: dict[str, list[Tensor]] = {}
         for category, held in self._holders:
             found.setdefault(category, []).extend(held())
         return found
 
     def close(self) -> None:  # noqa: B027 (nothing to do where the host's memory is like any other)
-        """Let go of what was taken of the host; nobody uses the boundary any more."""
+        """Release what was taken of the host; the boundary is not used any more."""
 
     def _copy(self, operation: str, tensor: Tensor, host: Tensor, traffic: Traffic) -> Copy:
         return self._start(operation, tensor, host, self._ledger.begin(AXIS, operation, traffic))
@@ -144,7 +145,7 @@ class LateFetch:
 
 @final
 class PretendedBoundary(HostBoundary):
-    """Of a rank without a GPU."""
+    """The boundary of a rank without a GPU."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)
@@ -167,7 +168,7 @@ class PretendedBoundary(HostBoundary):
 
 @final
 class _LateCopy(CopyWork):
-    """Made when somebody waits for it, or for a later one of its queue."""
+    """A copy that is made when it, or a later one of its queue, is waited for."""
 
     def __init__(
         self, source: Tensor, target: Tensor, queue: deque["_LateCopy"], lock: threading.Lock
@@ -200,7 +201,7 @@ class _LateCopy(CopyWork):
 
 
 def _poison(tensor: Tensor) -> None:
-    """Nobody may read it before the copy is made."""
+    """Fill it with values that show a read before the copy is made."""
     with torch.no_grad():
         if tensor.dtype is torch.uint8:  # bytes of anything: not a number in every format
             tensor.fill_(255)
@@ -210,10 +211,10 @@ def _poison(tensor: Tensor) -> None:
 
 @final
 class CudaBoundary(HostBoundary):
-    """Of a CUDA device: a stream for each direction, and pinned memory.
+    """The boundary of a CUDA device: a stream for each direction, and pinned memory.
 
     torch rounds pinned memory up to powers of two, and keeps it. So pieces are ordinary memory that is pinned
-    in place, until nobody holds it any more.
+    in place, as long as it is held.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
@@ -248,11 +249,13 @@ class CudaBoundary(HostBoundary):
         for operation, stream in self._streams.items():
             stream.synchronize()
             self._running[operation].clear()
-        self._clock.let_go()  # copies that nobody has waited for
+        self._clock.let_go()  # copies that were not waited for
 
     def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork:
         stream, running = self._streams[operation], self._running[operation]
         with self._lock:
+            # A copy holds its host memory here until it is done, also if its caller has dropped it: the
+            # memory would be unpinned, and freed, under the copy.
             while running and running[0].done():
                 running.popleft()
             # A store reads what was computed before; a fetch writes where something computed before may lie.
@@ -279,8 +282,8 @@ def _unpin(address: int) -> None:
 class _StreamCopy(CopyWork):
     """A copy on a stream of its own; `wait` lets the current stream wait for it.
 
-    It holds both sides: memory of the device until somebody waits, who may then use it again, and memory of
-    the host until the copy is done. So a copy that nobody waits for is safe too.
+    It holds both sides: memory of the device until its caller waits, who may then use it again, and memory of
+    the host until the copy is done. So a copy that is never waited for is safe too.
     """
 
     def __init__(self, done: torch.cuda.Event, device: torch.device, on_device: Tensor, host: Tensor) -> None:
@@ -290,6 +293,7 @@ class _StreamCopy(CopyWork):
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
+        # From here on the allocator may reuse it: what this stream is given next runs after the copy.
         self._on_device = None
 
     def join(self) -> None:
@@ -300,7 +304,7 @@ class _StreamCopy(CopyWork):
 
 
 def make_boundary(device: torch.device, ledger: Ledger) -> HostBoundary:
-    """That of a device: a real one for CUDA, else a pretended one."""
+    """Return the boundary of a device: a real one for CUDA, else a pretended one."""
     return CudaBoundary(device, ledger) if device.type == "cuda" else PretendedBoundary(ledger)
 
 

@@ -15,13 +15,13 @@ ALIGNMENT = 256  # bytes
 
 
 class BufferLayout(NamedTuple):
-    """Where each of some tensors begins and ends in a buffer of `size` elements."""
+    """The begin and end of each tensor in a buffer of `size` elements."""
 
     places: Sequence[tuple[int, int]]
     size: int
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """What lies between the tensors, and behind the last."""
+        """Yield the gaps between the tensors, and behind the last."""
         end = 0
         for begin, following in (*self.places, (self.size, self.size)):
             if end < begin:
@@ -30,7 +30,7 @@ class BufferLayout(NamedTuple):
 
 
 def block_size(*dtypes: torch.dtype) -> int:
-    """The elements of a block, which is a multiple of 256 bytes in each of these types."""
+    """Return the elements of a block, which is a multiple of 256 bytes in each of these types."""
     return -(-ALIGNMENT // min(dtype.itemsize for dtype in dtypes))
 
 

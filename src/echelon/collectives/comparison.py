@@ -21,11 +21,15 @@ from typing import NamedTuple, final
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not marked so
 
-from echelon.collectives.mismatch import MismatchError
 from echelon.collectives.work import Work
 from echelon.launching.store_agreement import poll_file
 from echelon.launching.watch import pulse
 from echelon.launching.watch.hang import place_of
+
+
+class MismatchError(RuntimeError):
+    """Two ranks of a group called different operations where they must call the same one."""
+
 
 _RULE = "all ranks of a group must call the same operations in the same order, with equal sizes and types"
 _MESSAGES = ("send", "recv")
@@ -44,7 +48,7 @@ def about_content(text: str) -> Iterator[None]:
 
 
 class Call(NamedTuple):
-    """What one rank calls; `place` says where it is, and need not be the same on all ranks."""
+    """An operation that one rank calls; `place` says where it is, and may differ between ranks."""
 
     operation: str
     axis: str
@@ -154,7 +158,7 @@ class MessageEnd:
         self._store, self._call, self._compare_with = store, call, compare
         self._other = f"{key}/{'recv' if call.operation == 'send' else 'send'}"
         self._is_compared = False
-        store.set(f"{key}/{call.operation}", call.pack())  # before the look at the other: see the note
+        store.set(f"{key}/{call.operation}", call.pack())  # before the other end is read: see the note
         if self.has_other():
             self.compare()
 
@@ -194,8 +198,10 @@ class CheckedMessage(Work):
 
 
 def _is_same(first: Call, second: Call, rank: int, other: int) -> bool:
-    """Whether two ranks call the same collective; in an all-to-all, whether what one sends is what the other
-    expects."""
+    """Return whether two ranks call the same collective.
+
+    In an all-to-all, what one sends must be what the other expects.
+    """
     if (first.operation, *first[2:5]) != (second.operation, *second[2:5]):
         return False
     if first.rows is None or second.rows is None:

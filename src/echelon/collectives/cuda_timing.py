@@ -16,7 +16,7 @@ and a side stream that waits for it can hold up other streams, because a GPU has
 CUDA_DEVICE_MAX_CONNECTIONS does not say more) and streams share them. If the peer needs what those send, no
 one can go on. A collective cannot wait for what this rank issues later: its ranks run the same program.
 
-Nothing here synchronises until someone reads the times. Events are reused.
+Nothing here synchronises until the times are read. Events are reused.
 """
 
 import time
@@ -29,14 +29,13 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 
 from echelon.collectives.ledger import Ledger, Move
-from echelon.collectives.timing import Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import Timing, Work
 
 _ORIGIN_SECONDS = 1.0  # CUDA gives times as float32 milliseconds: exact to 0.1 µs after a second
 
 
 class Event(Protocol):
-    """What is used of torch.cuda.Event."""
+    """The methods of torch.cuda.Event that are used here."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -44,7 +43,7 @@ class Event(Protocol):
 
 
 class Device(ABC):
-    """What is used of CUDA, for one device; tests have one without a GPU."""
+    """The calls of CUDA that are used here, for one device; tests have one without a GPU."""
 
     @abstractmethod
     def new_event(self) -> Event: ...
@@ -92,7 +91,7 @@ class EventClock:
         self._origin_seconds = time.perf_counter()
 
     def record(self) -> Event:
-        """An event at the end of what the current stream has to do now."""
+        """Return an event at the end of what the current stream has to do now."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -101,17 +100,17 @@ class EventClock:
         return event
 
     def record_completion(self, work: Work, side_stream: Any) -> Event:
-        """An event at the completion of `work`; the current stream does not wait for it."""
+        """Return an event at the completion of `work`; the current stream does not wait for it."""
         with self._device.on_stream(side_stream):
             work.wait()
             return self.record()
 
     def seconds_at(self, event: Event) -> float:
-        """When a completed event was, as of time.perf_counter."""
+        """Return when a completed event was, as of time.perf_counter."""
         return self._origin_seconds + _seconds(self._origin, event)
 
     def read(self, events: Sequence[Event]) -> list[float]:
-        """When each of some events was, in their order; waits for the last one, and reuses them all."""
+        """Return when each of these events was, in their order; wait for the last one, and reuse them all."""
         first, last = events[0], events[-1]
         last.synchronize()
         start = self.seconds_at(first)
@@ -131,7 +130,7 @@ class EventClock:
         self.release(event)
 
     def keep_until(self, done: Event, work: Work) -> None:
-        """Keep the tensors of an operation that no one will wait for until it is complete.
+        """Keep the tensors of an operation that its caller dropped, until it is complete.
 
         torch itself keeps them until the first wait, and that was the side stream's.
         """
@@ -168,7 +167,7 @@ class EventTiming(Timing):
         self._work = None
 
     def __del__(self) -> None:
-        if self._work is not None and self._done is not None:  # no one waited: the step has failed
+        if self._work is not None and self._done is not None:  # its caller did not wait: the step has failed
             self._clock.keep_until(self._done, self._work)
 
 
@@ -186,7 +185,7 @@ class EventTimes(NamedTuple):
         return self.after.query() and (self.done is None or self.done.query())
 
     def read(self) -> Move:
-        """The move, with its times; waits if the device has not come so far."""
+        """Return the move, with its times; waits if the device has not come so far."""
         clock, move, begin, after = self.clock, self.move, self.begin, self.after
         after.synchronize()
         end = clock.seconds_at(after)
@@ -211,5 +210,5 @@ def _seconds(start: Event, end: Event) -> float:
 
 @cache
 def cuda_clock(device: torch.device) -> EventClock:
-    """The clock of a CUDA device in this process; the first call synchronises."""
+    """Return the clock of a CUDA device in this process; the first call synchronises."""
     return EventClock(CudaDevice(device))

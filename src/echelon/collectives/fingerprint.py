@@ -18,7 +18,7 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
 
 
 def device_fingerprint(tensor: Tensor) -> Tensor:
-    """The sum of all elements' bits as integers, and their sum weighted by position, as 64 bits hold them."""
+    """Sum all elements' bits as integers, plainly and weighted by position, as 64 bits hold them."""
     flat = tensor.detach().contiguous().flatten()
     bits = flat.view(_INTEGERS.get(flat.element_size(), torch.uint8))
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -31,12 +31,12 @@ def device_fingerprint(tensor: Tensor) -> Tensor:
 
 
 def wrapped(number: int) -> int:
-    """An integer modulo 2⁶⁴, as int64 holds it."""
+    """Return an integer modulo 2⁶⁴, as int64 holds it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def measures(tensor: Tensor) -> Tensor:
-    """A sum that tells positions apart, and the norm, in float64; what is not finite counts as zero."""
+    """Return a sum that depends on positions, and the norm, in float64; nonfinite values count as zero."""
     dense = (tensor.to_dense() if tensor.is_sparse else tensor).detach()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
     sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
@@ -53,7 +53,7 @@ def _portion(tensor: Tensor) -> int:
 
 
 def near(gathered: Tensor, eps: float) -> Tensor:
-    """Whether the measures of several ranks, [ranks, tensors, 2], are those of the same tensors, [tensors].
+    """Compare the measures of several ranks, [ranks, tensors, 2]; return which are near, [tensors].
 
     `eps`: of the type in which they were computed.
     """

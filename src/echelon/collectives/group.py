@@ -7,20 +7,19 @@ Ranks are numbered within the group, 0 … size−1. Every operation blocks by d
 returns at once, and the caller must call `wait()` of the Handle before it uses the tensors again.
 """
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from echelon.collectives.alone import check_not_alone
 from echelon.collectives.comparison import Call, CallComparison
 from echelon.collectives.ledger import Ledger, Move, Traffic
-from echelon.collectives.timing import HOST_TIMING, Timing
-from echelon.collectives.work import Work
+from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.launching.watch import pulse
 
 Reduction = Literal["sum", "mean", "min", "max"]
@@ -56,7 +55,7 @@ class Handle:
         self._work = self._move = None
 
     def done(self) -> bool:
-        """Whether it is known to be complete, so that `wait` returns at once."""
+        """Return whether it is known to be complete, so that `wait` returns at once."""
         return self._work is None or self._work.done()
 
 
@@ -70,7 +69,7 @@ class Group(ABC):
         self._is_closed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
-        """A copy of a model talks to the same ranks as the model does."""
+        """Return this group: a copy of a model uses the ranks of the model."""
         return self
 
     def close(self, *, failed: bool = False) -> None:
@@ -88,7 +87,7 @@ class Group(ABC):
             self._close(failed=failed)
 
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Whether `wait()` of an operation on tensors of `device` returns when it is complete.
+        """Return whether `wait()` of an operation on tensors of `device` returns when it is complete.
 
         If not (NCCL), only the current stream waits: what the host issues there afterwards sees the result,
         and to read it on the host synchronises with the device.
@@ -96,13 +95,15 @@ class Group(ABC):
         return True
 
     def moment(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:  # noqa: ARG002
-        """This moment of the work on `device`: what is received inside a call of the result waits for what
-        was issued before now, and not for what is issued from now on."""
+        """Return a context: what is received inside it waits for what was issued on `device` before now, and
+        not for what is issued from now on."""
         return nullcontext
 
     def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Whether messages on tensors of `device` to and from one peer never hold up those of another. NCCL
-        runs all operations of a group in one order, over all peers."""
+        """Return whether messages on tensors of `device` to one peer never hold up those of another.
+
+        NCCL runs all operations of a group in one order, over all peers.
+        """
         return True
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most groups are connected when made)
@@ -115,7 +116,7 @@ class Group(ABC):
     # The same for every kind of group: check, count, begin, wait, measure.
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:
-        """Every rank ends with the reduction of all ranks' `tensor`, in place."""
+        """Reduce all ranks' `tensor`, in place on every rank."""
         share = 2 * (self.size - 1) * tensor.nbytes // self.size
         traffic = Traffic(tensor.nbytes, share, share)
         return self._do("all_reduce", traffic, wait, lambda: self._all_reduce(tensor, op), tensor, detail=op)
@@ -123,7 +124,7 @@ class Group(ABC):
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True
     ) -> Handle:
-        """Rank r ends with part r of the reduction of all ranks' `tensor` in `output`."""
+        """Put part r of the reduction of all ranks' `tensor` into `output` of rank r."""
         self._check_parts("reduce_scatter", whole=tensor, part=output)
         share = tensor.nbytes - output.nbytes
         traffic = Traffic(tensor.nbytes, share, share)
@@ -138,7 +139,7 @@ class Group(ABC):
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, wait: bool = True) -> Handle:
-        """Every rank ends with all ranks' `tensor`, one after the other, in `output`."""
+        """Put all ranks' `tensor`, one after the other, into `output` of every rank."""
         self._check_parts("all_gather", whole=output, part=tensor)
         share = output.nbytes - tensor.nbytes
         traffic = Traffic(output.nbytes, share, share)
@@ -174,7 +175,7 @@ class Group(ABC):
         )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, wait: bool = True) -> Handle:
-        """Every rank ends with the tensor of `source`, in place."""
+        """Copy the tensor of `source` into that of every rank."""
         traffic = self._one_way(tensor.nbytes, outgoing=source == self.rank)
         detail = f"from rank {source}"
         return self._do(
@@ -182,7 +183,7 @@ class Group(ABC):
         )
 
     def reduce(self, tensor: Tensor, target: int = 0, op: Reduction = "sum", *, wait: bool = True) -> Handle:
-        """The `target` ends with the reduction of all ranks' `tensor`; the others' tensors are undefined."""
+        """Reduce all ranks' `tensor` into that of `target`; the others' tensors are undefined."""
         traffic = self._one_way(tensor.nbytes, outgoing=target != self.rank)
         detail = f"{op}, to rank {target}"
         return self._do(
@@ -192,7 +193,7 @@ class Group(ABC):
     def scatter(
         self, output: Tensor, tensor: Tensor | None = None, source: int = 0, *, wait: bool = True
     ) -> Handle:
-        """Rank r ends with part r of the `tensor` of `source` (None elsewhere) in `output`."""
+        """Put part r of the `tensor` of `source` (None elsewhere) into `output` of rank r."""
         if tensor is not None:
             self._check_parts("scatter", whole=tensor, part=output)
         traffic = self._parts(output, is_root=source == self.rank, outgoing=source == self.rank)
@@ -205,7 +206,7 @@ class Group(ABC):
     def gather(
         self, tensor: Tensor, output: Tensor | None = None, target: int = 0, *, wait: bool = True
     ) -> Handle:
-        """The `target` ends with all ranks' `tensor`, one after the other, in `output` (None elsewhere)."""
+        """Put all ranks' `tensor`, one after the other, into `output` of `target` (None elsewhere)."""
         if output is not None:
             self._check_parts("gather", whole=output, part=tensor)
         traffic = self._parts(tensor, is_root=target == self.rank, outgoing=target != self.rank)
@@ -302,7 +303,7 @@ class Group(ABC):
         return handle
 
     def _timing(self, operation: str, tensors: Sequence[Tensor]) -> Timing:  # noqa: ARG002
-        """How to measure an operation on these tensors. Raises if the group cannot move them."""
+        """Return how to measure an operation on these tensors; raise if the group cannot move them."""
         return HOST_TIMING
 
     def _one_way(self, payload: int, *, outgoing: bool) -> Traffic:
@@ -328,3 +329,23 @@ class Group(ABC):
                 f"got {'even parts' if rows is None else counts}"
             )
         return counts
+
+
+_here = threading.local()  # an update on the host may talk meanwhile
+
+
+@contextmanager
+def alone(reason: str) -> Iterator[None]:
+    """Operations with other ranks raise a RuntimeError inside, in this thread."""
+    before = getattr(_here, "reason", "")
+    _here.reason = reason
+    try:
+        yield
+    finally:
+        _here.reason = before
+
+
+def check_not_alone(operation: str, axis: str) -> None:
+    reason = getattr(_here, "reason", "")
+    if reason:
+        raise RuntimeError(f"{operation} along {axis}: {reason}")

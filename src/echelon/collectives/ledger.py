@@ -1,6 +1,6 @@
 """The ledger: the bytes that a rank moved, by axis, operation and subject, and the time that took.
 
-Bytes follow from a rule, not from a look at the backend. `payload` is the whole buffer of the operation;
+Bytes follow from a rule, not from the backend. `payload` is the whole buffer of the operation;
 `sent` and `received` are the least that this rank must move, with N ranks in the group:
 
     all_reduce      2(N−1)/N · payload each way     (ring: reduce-scatter, then all-gather)
@@ -67,31 +67,31 @@ class Measurement(Protocol):
     """The times of an operation on a device, which can be read when the device has come so far."""
 
     def is_complete(self) -> bool:
-        """Whether `read` would return at once."""
+        """Return whether `read` would return at once."""
 
     def read(self) -> Move:
-        """The move, with its times; waits for the device if need be."""
+        """Return the move, with its times; waits for the device if need be."""
 
 
 @final
 class StepMoves:
-    """The moves of one step. Their bytes are known; a look at their times waits for this step alone."""
+    """The moves of one step. Their bytes are known; reading their times waits for this step alone."""
 
     def __init__(self, moves: Sequence[Move], read_times: Callable[[], None]) -> None:
         self._moves, self._read_times = moves, read_times
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sent."""
+        """Return the bytes that this rank sent."""
         return sum(move.traffic.sent for move in self._moves)
 
     def busy(self) -> float:
-        """Seconds in which an operation was unfinished; overlapping ones count once."""
+        """Return the seconds in which an operation was unfinished; overlapping ones count once."""
         self._read_times()
         return _covered_seconds((move.start, move.seconds) for move in self._moves)
 
     def hidden(self) -> float:
-        """Of the busy seconds, those in which no caller waited."""
+        """Return the busy seconds in which no caller waited."""
         self._read_times()
         busy = [(move.start, move.seconds) for move in self._moves]
         waits = [(move.wait_start, move.waited) for move in self._moves]
@@ -101,7 +101,7 @@ class StepMoves:
 class Ledger:
     """Everything that one rank moved: totals since the start, and each move of the current step.
 
-    Bytes and counts are entered at once. Times of operations on a device are read when someone asks for
+    Bytes and counts are entered at once. Times of operations on a device are read with
     totals or moves, which waits for the device; or in a later `start_step`, without waiting.
     """
 
@@ -115,18 +115,18 @@ class Ledger:
 
     @property
     def totals(self) -> dict[tuple[str, str, str], Total]:
-        """The sums since the start, by axis, operation and subject; waits for operations on a device."""
+        """Return the sums since the start, by axis, operation and subject; wait for a device's operations."""
         self._read_until(self._num_deferred)
         return self._totals
 
     @property
     def moves(self) -> list[Move]:
-        """The operations of this step, in the order of their calls; waits for those on a device."""
+        """Return the operations of this step, in the order of their calls; waits for those on a device."""
         self._read_until(self._num_deferred)
         return self._moves
 
     def step_moves(self) -> StepMoves:
-        """The operations of this step so far, to be looked at when later steps have begun. Does not wait."""
+        """Return the operations of this step so far, to be read when later steps have begun; do not wait."""
         return StepMoves(tuple(self._moves), partial(self._read_until, self._num_deferred))
 
     def start_step(self) -> None:
@@ -181,17 +181,17 @@ class Ledger:
         self._num_deferred += 1
 
     def busy(self) -> float:
-        """Seconds of this step in which an operation was unfinished; overlapping ones count once."""
+        """Return the seconds of this step in which an operation was unfinished; overlaps count once."""
         return self.step_moves().busy()
 
     def hidden(self) -> float:
-        """Of the busy seconds, those in which no caller waited."""
+        """Return the busy seconds in which no caller waited."""
         return self.step_moves().hidden()
 
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None
     ) -> Total:
-        """The sum of the totals that match; None matches all."""
+        """Return the sum of the totals that match; None matches all."""
         result = Total()
         for key, part in self.totals.items():
             pairs = zip((axis, operation, subject), key, strict=True)
@@ -226,7 +226,7 @@ class Ledger:
 
 
 def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals, each (start, seconds)."""
+    """Return the length of the union of intervals, each (start, seconds)."""
     covered, end = 0.0, float("-inf")
     for start, seconds in sorted(intervals):
         covered += max(0.0, start + seconds - max(end, start))

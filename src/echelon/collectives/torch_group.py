@@ -1,23 +1,64 @@
 """A Group over torch.distributed: NCCL between GPUs, Gloo elsewhere."""
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.backend import Backend, backend_of, backends_of
 from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.group import COMBINE, Group, Reduction
 from echelon.collectives.ledger import Ledger
-from echelon.collectives.timing import HOST_TIMING, Timing
-from echelon.collectives.torch_work import ChainedWork, CombinedWork, TorchWork, explained
-from echelon.collectives.work import Work
+from echelon.collectives.work import HOST_TIMING, Timing, Work
+from echelon.errors import UserError
+from echelon.launching import PeerLost
+from echelon.launching.group import backends_of
 from echelon.launching.watch import pulse
+from echelon.launching.watch.failure import is_peer_error
+
+_HOST_BACKENDS = ("gloo", "mpi")
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+class Backend(NamedTuple):
+    """A backend of a process group, for the tensors of one type of device."""
+
+    name: str
+    runs_on_host: bool  # in threads, which copy from and to a device; else on streams of the device
+    waits_on_host: bool  # whether `wait` returns when an operation is complete
+    has_urgent_streams: bool  # whether its streams have high priority
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str, caller: str) -> Backend:
+    """Return the backend for tensors of this type of device; `caller` opens the message if there is none."""
+    names = backends_of(group)
+    if device_type not in names:
+        raise UserError(
+            f"{caller}: the process group must have a backend for the device of the tensors, got tensors on "
+            f"{device_type} and backends {_listed(names)}; move the tensors to {' or '.join(names)}, or "
+            f"initialise the group with a backend for both, such as backend='cpu:gloo,cuda:nccl'"
+        )
+    name = names[device_type]
+    runs_on_host = device_type == "cpu" or name in _HOST_BACKENDS
+    waits_on_host = runs_on_host or any(_is_set(variable) for variable in _BLOCKING_WAIT)
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    is_urgent = getattr(options, "is_high_priority_stream", False) or _is_set("TORCH_NCCL_HIGH_PRIORITY")
+    return Backend(name, runs_on_host, waits_on_host, is_urgent)
+
+
+def _listed(names: dict[str, str]) -> str:
+    return ", ".join(f"{name} for {device}" for device, name in names.items()) or "none"
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
+
 
 # torch 2.13 has new names for these two.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -33,7 +74,6 @@ _OPS = {
 }
 
 
-@final
 class TorchGroup(Group):
     """The ranks of one torch process group."""
 
@@ -51,6 +91,8 @@ class TorchGroup(Group):
     def moment(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
         if device.type != "cuda" or self.waits_on_host(device):
             return nullcontext
+        # A receive waits for the stream on which it is called. On a side stream that waits for this event
+        # alone, it can begin while the compute stream goes on.
         now = torch.cuda.current_stream(device).record_event()
 
         def since() -> AbstractContextManager[object]:
@@ -166,7 +208,7 @@ class TorchGroup(Group):
         return HOST_TIMING
 
     def _side(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which the completion of this group's collectives is recorded, and receives begin.
+        """Return the stream where completions of this group's collectives are recorded, and receives begin.
 
         torch hands out the same 32 streams of a priority again and again. One of the other priority than the
         backend's is none on which something is sent.
@@ -177,14 +219,14 @@ class TorchGroup(Group):
         return self._side_streams[device]
 
     def _backend(self, device_type: str, operation: str = "operations") -> Backend:
-        """What moves the tensors of this type of device."""
+        """Return what moves the tensors of this type of device."""
         if device_type not in self._backends:
             caller = f"{operation} along {self.axis}"
             self._backends[device_type] = backend_of(self.process_group, device_type, caller)
         return self._backends[device_type]
 
     def _host_only(self, tensor: Tensor) -> bool:
-        """Whether the backend cannot access this memory: Gloo sends and receives in host memory only."""
+        """Return whether the backend cannot access this memory: Gloo's messages are in host memory only."""
         return not tensor.is_cpu and self._backend(tensor.device.type).name == "gloo"
 
     def _reachable(self, tensor: Tensor) -> Tensor:
@@ -220,7 +262,7 @@ class _Scratch:
         self._in_use: dict[int, Tensor] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A buffer as large as `like`, which nothing else uses until `give_back`."""
+        """Return a buffer as large as `like`, which nothing else uses until `give_back`."""
         free = self._free.setdefault(like.dtype, [])
         fitting = [buffer for buffer in free if buffer.numel() >= like.numel()]
         buffer = min(fitting, key=Tensor.numel) if fitting else torch.empty(like.numel(), dtype=like.dtype)
@@ -249,7 +291,7 @@ _MOVED_TYPES = {
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """The same memory, flat, in a type that Gloo moves."""
+    """Return the same memory, flat, in a type that Gloo moves."""
     flat = tensor.view(-1)
     return flat if tensor.dtype in _MOVED_TYPES else flat.view(torch.uint8)
 
@@ -258,3 +300,77 @@ def _rows(tensor: Tensor) -> Tensor:
     """As `_movable`, with the rows that parts are counted in."""
     flat = tensor.view(len(tensor), -1) if tensor.numel() else tensor
     return flat if tensor.dtype in _MOVED_TYPES or not tensor.numel() else flat.view(torch.uint8)
+
+
+@final
+class TorchWork(Work):
+    """A c10d work object, which keeps its tensors; `place` opens the message when a peer is lost.
+
+    `is_on_host`: it runs in a thread, so a callback tells when it was complete. Over NCCL a callback would
+    run at once, on one of torch's 32 streams, which then waits for the operation. That stream may be one of
+    another communicator, whose messages would wait too: a deadlock that depends on how many came before.
+    """
+
+    def __init__(self, work: dist.Work, tensors: tuple[Any, ...], place: str, *, is_on_host: bool) -> None:
+        self._work, self._tensors, self._place = work, tensors, place
+        self._done_at: float | None = None
+        if is_on_host:
+            # Sends, receives and Gloo's reduce-scatter have no future: the return of `wait` counts for them.
+            with contextlib.suppress(RuntimeError):
+                work.get_future().add_done_callback(self._record_time)
+
+    def _record_time(self, _: Any) -> None:
+        self._done_at = time.perf_counter()
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise explained(error, self._place) from error
+
+    def done_at(self) -> float | None:
+        return self._done_at
+
+    def done(self) -> bool:
+        return self._work.is_completed()  # always False for Gloo's sends and receives
+
+
+@final
+class CombinedWork(Work):
+    """Several works: complete when the last one is."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def done_at(self) -> float | None:
+        times = [work.done_at() for work in self._works]
+        return max((time for time in times if time is not None), default=None)
+
+
+@final
+class ChainedWork(Work):
+    """A work, and then something on this rank, which `wait` does."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._finish()
+
+    def in_background(self) -> None:
+        self._work.in_background()
+
+    def done_at(self) -> float | None:
+        return None
+
+
+def explained(error: RuntimeError, place: str) -> RuntimeError:
+    """Return a PeerLost when a peer caused it, so that the launcher looks for the cause in another rank."""
+    if is_peer_error(error):
+        return PeerLost(f"{place} lost a peer: {error}")
+    return error

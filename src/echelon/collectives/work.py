@@ -1,6 +1,13 @@
-"""Work: an operation that a group has begun."""
+"""Work: an operation that a group has begun, and how its times are measured.
 
+The times come from the host's clock, or from events on a device (`cuda_timing.py`).
+"""
+
+import time
 from abc import ABC, abstractmethod
+from typing import final
+
+from echelon.collectives.ledger import Ledger, Move
 
 
 class Work(ABC):
@@ -14,9 +21,37 @@ class Work(ABC):
         """Advance it while its caller does other work."""
 
     def done_at(self) -> float | None:
-        """When it was complete (time.perf_counter); None if only the return of `wait` is known."""
+        """Return when it was complete (time.perf_counter); None if only the return of `wait` is known."""
         return None
 
     def done(self) -> bool:
-        """Whether it is known to be complete; does not wait."""
+        """Return whether it is known to be complete; does not wait."""
         return False
+
+
+class Timing(ABC):
+    """Measures one operation. Make it before the operation is issued."""
+
+    @abstractmethod
+    def overlap(self, work: Work) -> None:
+        """Note that the operation is issued, and that its caller does other work before it waits."""
+
+    @abstractmethod
+    def wait(self, work: Work, move: Move, ledger: Ledger) -> None:
+        """Wait for the operation, and enter its times into the ledger, now or later."""
+
+
+@final
+class HostTiming(Timing):
+    """For operations whose `wait` returns at completion: the host's clock says all. Has no state."""
+
+    def overlap(self, work: Work) -> None:
+        pass
+
+    def wait(self, work: Work, move: Move, ledger: Ledger) -> None:
+        since = time.perf_counter()
+        work.wait()
+        ledger.finish(move, waited_since=since, done=work.done_at())
+
+
+HOST_TIMING = HostTiming()

@@ -1,12 +1,8 @@
-"""The engine: one training step, and the state it acts on, whatever the plan.
-
-A step is a program: forwards, backwards and messages of each microbatch, the sum of gradients over replicas,
-norm, update, new weights to all. A step runner runs it (step_runner.py); what each instruction means under a
-plan is said by the strategies that `parallelize` composes.
+"""The engine: what a training loop calls, the same under every plan. Each call is the work of another file:
+a step (step/step.py), checkpoints (saving/), what users change by hand between steps (watch/).
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,11 +20,12 @@ from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.export import check_pretrained, export
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
+from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import ExpertLoad, make_balance
 from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.continuous import ContinuousRunner
-from echelon.engine.step.metrics import Evaluation, Measure, Metrics, agree_on_means, check_measure
+from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_measure
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.step import FlushedRunner, Step
 from echelon.engine.step.step_counter import StepCounter
@@ -36,19 +33,14 @@ from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
-from echelon.nn.batch import Batch, take_part
+from echelon.nn.batch import take_part
 from echelon.parallel.observer import StepObserver
 from echelon.plan import Plan
 from echelon.program import Span
-from echelon.state.assembly import Assembly
 from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
-from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
+from echelon.state.ownership import OwnedSlice
 from echelon.state.weight_files import SHARD_BYTES
 from echelon.update.update import Push
-
-
-def _is_value(box: Slice) -> bool:
-    return box.part == VALUE
 
 
 class Engine:
@@ -68,14 +60,9 @@ class Engine:
         setup.observers.add(self._meter, outermost=True)
         if update.units is not None:
             update.units.on_unit = self._meter.sample
-        scaling = update.loss_scaling
-        self._counter = StepCounter(
-            smallest_scale=1.0 if scaling is None else scaling.smallest,
-            skips_steps=flushes,
-            most_skipped=setup.rule.nonfinite.most_skipped,
-        )
+        self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)
         self._state = EngineState(setup, self._counter)
-        self._modules = self._state.modules
+        self._whole = WholeTensors(self._state, self._newest)
         inside = Inside()
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         self._watch = Watch(self.module, mesh, local, layers, update, inside)
@@ -169,17 +156,11 @@ class Engine:
         the targets as "labels": docs/data.md.
 
         A step that must be refused (no sample that the loss counts) raises, and changes no weight, no
-        optimizer state and no buffer. It keeps its number: the next step has the next rate and dropout. On a
-        CUDA device a look at its metrics raises, and so does the second step after it, on every rank; that
-        call trains nothing and can be repeated.
+        optimizer state and no buffer; it keeps its number. On a CUDA device a look at its metrics raises, and
+        so does the second step after it, on every rank; that call trains nothing and can be repeated.
 
-        With precision=fp16, a step whose gradients are not finite is skipped: it changes no weight and no
-        optimizer state, and `skipped` of its metrics is true. It is no error, and keeps its number too. With
-        nonfinite="skip" the same is so in every precision, also where the loss is not finite; then buffers
-        stay as they were, too. Many such steps in a row are an error, which names the first layer.
-
-        With a PipeDream schedule a refused step is reported alike, but not undone: it has applied the updates
-        of earlier microbatches, and buffers keep what its own have changed.
+        A step whose gradients are not finite is skipped under fp16, and in every precision with
+        nonfinite="skip": `skipped` of its metrics is true. Many in a row are an error. See docs/a-step.md.
         """
         self._check_open()
         return self._step.train(batch)
@@ -200,23 +181,11 @@ class Engine:
         check_measure(measure, self.plan)
         pair = self._reader.read(batch)
         with self._watch.own_work():
-            return self._evaluate(pair, measure)
-
-    def _evaluate(self, pair: Batch, measure: Measure | None) -> Evaluation:
-        self.ledger.start_step()
-        self._show_newest()
-        modes = {module: module.training for module in self._modules}
-        self._set_mode(training=False)
-        try:
-            tally, sums = self._runner.evaluate(pair, measure)
-        finally:
-            for module, training in modes.items():
-                module.training = training
-        loss, counted = self._update.agree(tally)
-        everyone, device = self.mesh.group("all"), self.mesh.device
-        measured = None if measure is None else agree_on_means(sums, everyone, device)
-        beat()
-        return Evaluation(loss / counted, round(counted), measured)
+            self.ledger.start_step()
+            self._show_newest()
+            evaluation = self._runner.evaluate(pair, measure, self._state.modules)
+            beat()
+            return evaluation
 
     # The state, whole.
 
@@ -241,6 +210,10 @@ class Engine:
             self._finish_steps()
             self._update.show_newest()
 
+    def _newest(self) -> list[OwnedSlice]:
+        self._show_newest()
+        return self.owned()
+
     def _finish_steps(self) -> None:
         self._check_open()
         self._step.check_earlier()
@@ -251,18 +224,7 @@ class Engine:
 
         to="rank0" brings them to the host memory of rank 0, one after the other; the other ranks get none.
         """
-        if to not in (None, "rank0"):
-            raise UserError(f"full_state_dict(to={to!r}): give to='rank0', or leave it out for every rank")
-        whole = {name: tensor for (name, _), tensor in self._assembled(_is_value, to_first=to is not None)}
-        if to is not None and self.mesh.rank != 0:
-            return {}
-        local = self.module.state_dict(keep_vars=True)
-        # Extra state, which nobody owns, is as it is here.
-        return {
-            name: whole[first] if first in whole else copy.deepcopy(local[name])
-            for name, first in self._names.state.items()
-            if first in whole or name in local
-        }
+        return self._whole.state_dict(to)
 
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write weights and buffers as a Hugging Face folder, which transformers loads if it knows the model.
@@ -271,7 +233,7 @@ class Engine:
         tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
         """
         with self._watch.own_work():
-            export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
+            export(self.module, self._names, self._whole.weights(), folder, self.mesh.rank, shard_bytes)
 
     def save_pretrained(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder.
@@ -298,13 +260,11 @@ class Engine:
         Any plan can load it. The path is a folder on a disk that all ranks share, or a URL that fsspec knows
         (s3://, gs://). A checkpoint that is there already is replaced when the new one is whole.
 
-        `extra` is plain data of the user's (JSON), which `load` returns: the position in the data, say. It
-        must be the same on all ranks.
+        `extra` is plain data of yours (JSON), the same on all ranks, which `load` returns.
 
         wait=False returns when the state is copied, and writes while training goes on; an error is raised by
-        the next save, or by `finish_saving`. With copy_behind=True the copy, too, is made while
-        the next step computes, if steps of the plan update at their end; until it has ended, nothing but that
-        step may change weights or the optimizer's state.
+        the next save, or by `finish_saving`. With copy_behind=True the copy, too, is made while the next step
+        computes; until then nothing else may change weights or the optimizer's state.
 
         `then` is called on rank 0 when the checkpoint is whole. `retries`: how often a write is tried again
         after an error that may pass, as remote storage has them.
@@ -313,8 +273,7 @@ class Engine:
         self._checkpointing.save(path, extra or {}, options, copy_behind=copy_behind)
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
-        """What `save` writes: all that this rank owns, and what a manifest says beside. All ranks must call
-        this. The tensors are those of the engine, which the next step changes."""
+        """What `save` writes of this rank; all must call this. The next step changes these tensors."""
         return self._checkpointing.saved_state(extra)
 
     def finish_saving(self) -> None:
@@ -339,8 +298,7 @@ class Engine:
         return extra
 
     def load_saved(self, saved: SavedState) -> dict[str, Any]:
-        """As `load`, from a checkpoint that is open: one for all ranks, or, of copies in memory, one file for
-        each."""
+        """As `load`, from a checkpoint that is open: for all ranks, or of copies in memory, one for each."""
         with self._watch.own_work():
             extra = self._checkpointing.load_saved(saved)
             self._watch.forget()
@@ -348,26 +306,7 @@ class Engine:
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
-        whole: dict[str, dict[str, Tensor]] = {}
-        for (name, part), tensor in self._assembled(lambda box: box.part not in (VALUE, MASTER)):
-            whole.setdefault(name, {})[part] = tensor
-        return {name: whole.get(first, {}) for name, first in self._names.parameters.items()}
-
-    def _assembled(
-        self, chosen: Callable[[Slice], bool], *, to_first: bool = False
-    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """What all ranks own of the model, put together, tensor by tensor; `to_first`: in host memory of
-        rank 0 alone."""
-        assembly = self._assembly(chosen)
-        for key in sorted(assembly):
-            tensor = assembly.tensor(key, to=0 if to_first else None)
-            if tensor is not None:
-                yield key, tensor.cpu() if to_first else tensor
-
-    def _assembly(self, chosen: Callable[[Slice], bool]) -> Assembly:
-        self._show_newest()
-        owned = [each for each in self.owned() if each.slice.name != ENGINE and chosen(each.slice)]
-        return Assembly(owned, self.mesh.group("all"), self.mesh.device)
+        return self._whole.optimizer_state()
 
     def log(self) -> list[Push]:
         """Of asynchronous training: which worker's step made which version, the same on every rank."""
@@ -399,20 +338,18 @@ class Engine:
 
         Afterwards the model is called as before, and is whole on every rank, so that another engine can take
         it. `restore=False` leaves a model that was split over ranks in its parts: where the whole would not
-        fit, or nobody needs it. So does the default for a model that was deferred.
+        fit. So does the default for a model that was deferred.
         """
         if self._is_closed:
             return
         restore = is_put_together(self.module) if restore is None else restore
-        weights: dict[str, Tensor] | None = None
-        failed = True
-        refused: UserError | None = None
+        weights, refused, failed = None, None, True
         try:
             if not self._runner.is_broken and not self._checkpointing.is_loaded_in_part:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._step.late_error()
                 self.synchronize()
-                lost = self._checkpointing.saving_error()
+                lost = self._checkpointing.saving_error()  # and finish what is being saved
                 refused = refused or lost
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
@@ -451,18 +388,8 @@ class Engine:
         self._checkpointing.check_loaded()
 
     def __repr__(self) -> str:
-        lines = [f"Engine('{self.plan}', rank {self.mesh.rank} of {self.plan.ranks})"]
-        for stage in self._local.stages.values():
-            entries = self._wrapping.entries(stage.module.modules())
-            stack = ", ".join(f"{entry} ×{count}" for entry, count in entries.items()) or "nothing"
-            lines += [f"  {stage.describe()}", f"    wrapping, innermost first: {stack}"]
-        lines += [f"  audit of {result}" for result in self.audit if result.outcome == "skipped"]
-        return "\n".join(lines)
-
-    def _set_mode(self, *, training: bool) -> None:
-        self.module.train(training)
-        for module in set(self._modules) - set(self.module.modules()):
-            module.training = training
+        skipped = [f"  audit of {result}" for result in self.audit if result.outcome == "skipped"]
+        return "\n".join([f"Engine({self._setup.describe()}", *skipped])
 
     def _storages(self) -> dict[str, list[Tensor]]:
         storages = self._update.storages()

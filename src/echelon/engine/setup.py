@@ -33,3 +33,13 @@ class Setup:
     reader: BatchReader
     observers: Observers  # memory savers, and what else hears of a step
     wrapping: Wrapping
+
+    def describe(self) -> str:
+        """Return the plan and rank, and this rank's stages with what wraps their modules, line by line."""
+        plan = self.mesh.plan
+        lines = [f"'{plan}', rank {self.mesh.rank} of {plan.ranks})"]
+        for stage in self.local.stages.values():
+            entries = self.wrapping.entries(stage.module.modules())
+            stack = ", ".join(f"{entry} ×{count}" for entry, count in entries.items()) or "nothing"
+            lines += [f"  {stage.describe()}", f"    wrapping, innermost first: {stack}"]
+        return "\n".join(lines)

@@ -4,18 +4,17 @@ Ranks are started, watched and ended here. How they communicate is in `echelon.c
 Importing this package does not import torch.
 """
 
+from echelon.launching.channel import is_launched_rank, send_message
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
-from echelon.launching.host_work import host_work
-from echelon.launching.launcher import launch
-from echelon.launching.messages.channel import is_launched_rank, send_message
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
-from echelon.launching.ranks import Ranks
+from echelon.launching.ranks import Ranks, launch
 from echelon.launching.torchrun import RemoteResult, join
 from echelon.launching.watch.pulse import (
     at_instruction,
     beat,
     enter_operation,
     finish_step,
+    host_work,
     leave_operation,
     start_step,
 )

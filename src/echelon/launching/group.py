@@ -1,6 +1,6 @@
-"""The torch process group of a rank: agree on backend and devices, join, leave.
+"""The torch process group of a rank: agree on backend and devices, join, leave; bytes between all its ranks.
 
-Imports torch at once, as `rank_report.py` and `store_agreement.py` do; the parent needs none of them.
+Imports torch at once, as `store_agreement.py` does; the parent needs neither.
 """
 
 import itertools
@@ -8,13 +8,15 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from echelon.errors import UserError
@@ -42,18 +44,18 @@ _checked_world: _CheckedWorld | None = None
 
 
 def operation_limit() -> timedelta | None:
-    """How long an operation of the group that was joined here may take; None if somebody else joined it."""
+    """Return how long an operation of a group that was joined here may take; None if the user joined it."""
     checked = _current_check()
     return None if checked is None else checked.limit
 
 
 def timeout(seconds: float | None) -> timedelta:
-    """A timeout for torch, which has no value that means never."""
+    """Return a timeout for torch, which has no value that means never."""
     return _LONGEST if seconds is None else timedelta(seconds=min(seconds, _LONGEST.total_seconds()))
 
 
 def _ask_for_queues() -> None:
-    """CUDA reads this when it starts; later it would only mislead those who look. Not under MPS, where queues
+    """CUDA reads this when it starts; later it would only mislead. Not under MPS, where queues
     are few and all processes share them: two ranks would take all."""
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if not os.path.exists(pipes) and not torch.cuda.is_initialized():
@@ -122,7 +124,7 @@ def agree_in_world(report: Callable[[], object], decide: Callable[[list[Any]], o
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The name of the group's backend for each type of device.
+    """Return the name of the group's backend for each type of device.
 
     The group knows, its name does not: one that was initialised with "cpu:gloo,cuda:nccl" has two backends.
     """
@@ -130,7 +132,7 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
-    """The name of the backend that moves tensors of this kind of device; None if the group has none.
+    """Return the name of the backend that moves tensors of this kind of device; None if the group has none.
 
     Without `group`, that of all ranks.
     """
@@ -138,7 +140,7 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
 
 
 def launch_backend(ranks: int) -> str:
-    """The backend of `launch` with so many ranks on this machine."""
+    """Return the backend of `launch` with so many ranks on this machine."""
     return place(_reports_of_this_host(ranks), None).backend
 
 
@@ -158,7 +160,7 @@ def leave() -> None:
 def leave_together() -> None:
     """As `leave`, when all ranks leave at once: a rank that ends early may lose its last NCCL sends."""
     if dist.is_initialized() and backend_for("cuda") == "nccl":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # the barrier is on another stream than the sends
         dist.barrier()
     leave()
 
@@ -182,7 +184,7 @@ def _mark_checked(limit: timedelta | None) -> None:
 
 
 def _current_check() -> _CheckedWorld | None:
-    """What is known of the group that is initialised now, if it was checked."""
+    """Return what is known of the group that is initialised now, if it was checked."""
     is_current = _checked_world is not None and _checked_world.group() is dist.group.WORLD is not None
     return _checked_world if is_current else None
 
@@ -207,12 +209,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def report_visible() -> RankReport:
-    """The report of a rank that has not chosen its GPU yet: it lists every GPU that it sees."""
+    """Return the report of a rank that has not chosen its GPU yet: it lists every GPU that it sees."""
     return RankReport(socket.gethostname(), host_id(), local_rank(), visible_gpus())
 
 
 def report_current() -> RankReport:
-    """The report of a rank whose user has chosen a GPU: it lists the current one."""
+    """Return the report of a rank whose user has chosen a GPU: it lists the current one."""
     gpus = (_gpu_id(torch.cuda.current_device()),) if torch.cuda.is_available() else ()
     return RankReport(socket.gethostname(), host_id(), local_rank(), gpus)
 
@@ -227,7 +229,7 @@ def host_id() -> str:
 
 
 def local_rank() -> int | None:
-    """The number of this rank on its host, if the launcher gave one."""
+    """Return the number of this rank on its host, if the launcher gave one."""
     for name in _LOCAL_RANK_NAMES:
         if text := os.environ.get(name):
             if not text.isdecimal():
@@ -237,7 +239,7 @@ def local_rank() -> int | None:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The identities of the GPUs that this process sees, in CUDA's order."""
+    """Return the identities of the GPUs that this process sees, in CUDA's order."""
     if _was_forked_after_cuda():
         raise UserError(
             "CUDA was started in the fork server, so no rank can use it: a module that ranks preload "
@@ -254,5 +256,68 @@ def _was_forked_after_cuda() -> bool:
 
 
 def _gpu_id(index: int) -> str:
-    """The same for every process, whatever CUDA_VISIBLE_DEVICES says."""
+    """Return an identity that does not depend on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+_SHORT_BYTES = 1024  # gathered in one operation
+_CHUNK_BYTES = 1 << 26  # what is in device memory at once, where the group moves nothing else
+
+
+def all_gather_bytes(data: bytes) -> list[bytes]:
+    """Return the `data` of every rank, in rank order."""
+    device = _device()
+    ranks = dist.get_world_size()
+
+    def all_gather(part: bytes, size: int) -> list[bytes]:
+        padded = bytearray(part.ljust(size, b"\0"))  # torch wants the same size on all ranks
+        local = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(local) for _ in range(ranks)]
+        dist.all_gather(gathered, local)
+        return [each.cpu().numpy().tobytes() for each in gathered]
+
+    # With 32 ranks on 2 cores one operation takes 0.1 s, so short data goes along with its length.
+    first = all_gather(len(data).to_bytes(8, "little") + data[:_SHORT_BYTES], 8 + _SHORT_BYTES)
+    lengths = [int.from_bytes(each[:8], "little") for each in first]
+    missing = max(lengths) - _SHORT_BYTES
+    rest = all_gather(data[_SHORT_BYTES:], missing) if missing > 0 else [b""] * ranks
+    return [(head[8:] + tail)[:length] for head, tail, length in zip(first, rest, lengths, strict=True)]
+
+
+def gather_bytes(data: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """On rank 0 the `data` of every rank, in rank order, of which it must know the lengths; elsewhere []."""
+    if dist.get_rank() != 0:
+        _move(_host_tensor(data), partial(dist.send, dst=0))
+        return []
+    gathered = [data]
+    for source, length in enumerate(lengths[1:], start=1):
+        received = torch.empty(length, dtype=torch.uint8)
+        _move(received, partial(dist.recv, src=source))
+        gathered.append(received.numpy().tobytes())
+    return gathered
+
+
+def broadcast_bytes(data: bytes, length: int) -> bytes:
+    """Rank 0's `data`, which has `length` bytes."""
+    is_source = dist.get_rank() == 0
+    buffer = _host_tensor(data) if is_source else torch.empty(length, dtype=torch.uint8)
+    _move(buffer, partial(dist.broadcast, src=0))
+    return data if is_source else buffer.numpy().tobytes()
+
+
+def _move(buffer: Tensor, operation: Callable[[Tensor], object]) -> None:
+    """Apply `operation` to `buffer`, part by part, on a device that the group can move from."""
+    device = _device()
+    for part in buffer.split(_CHUNK_BYTES):
+        moved = part.to(device)
+        operation(moved)
+        if moved is not part:
+            part.copy_(moved)
+
+
+def _host_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _device() -> torch.device:
+    return torch.device("cpu" if backend_for("cpu") is not None else "cuda")

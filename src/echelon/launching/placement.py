@@ -1,6 +1,6 @@
 """Which GPU each rank uses and how the ranks communicate: a pure function of what every rank reports.
 
-`rank_report.py` makes the reports, `store_agreement.py` brings them to rank 0 and the decision to every rank.
+`group.py` makes the reports, `store_agreement.py` brings them to rank 0 and the decision to every rank.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from echelon.errors import UserError
 
 
 class RankReport(NamedTuple):
-    """What one rank knows of its host. It is sent as JSON."""
+    """The facts that one rank knows of its host. They are sent as JSON."""
 
     host: str  # the name to show
     host_id: str  # ranks with the same one are on one host, as NCCL sees it
@@ -89,7 +89,7 @@ def check_devices(reports: Sequence[RankReport]) -> None:
 
 
 def _local_ranks(reports: Sequence[RankReport]) -> list[int]:
-    """The number of each rank on its host: what its launcher said, else the ranks of a host are counted."""
+    """Return the number of each rank on its host: by its launcher, else the ranks of a host are counted."""
     counts: Counter[str] = Counter()
     local_ranks = []
     for report in reports:
@@ -136,7 +136,7 @@ def _nccl_fix(hosts: Sequence[_Host]) -> str:
 
 
 def _difference(hosts: Sequence[_Host]) -> str:
-    """The rule that is broken where some ranks have a GPU of their own and others do not, and the fix."""
+    """Return the rule that is broken where only some ranks have a GPU of their own, and the fix."""
     rule = "either every rank must have a GPU of its own, or no rank may have one."
     hide = "or hide the GPUs from all ranks (CUDA_VISIBLE_DEVICES='')"
     if any(host.gpu_use == "some" for host in hosts):
@@ -174,7 +174,7 @@ def _sharing_note(hosts: Sequence[_Host]) -> str:
 
 
 def _sharing_fix(hosts: Sequence[_Host]) -> str:
-    """What gives every rank a GPU of its own."""
+    """Return what gives every rank a GPU of its own."""
     sharing = [host for host in hosts if host.gpu_use == "shared"]
     if sharing and all(len(host.ranks) <= host.num_gpus for host in sharing):
         return _NUMBERING

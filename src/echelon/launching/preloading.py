@@ -39,7 +39,7 @@ def start_fork_server(*modules: str) -> None:
 
 
 def fork_server_context() -> ForkServerContext:
-    """The multiprocessing context that starts processes from the fork server, which runs."""
+    """Return the multiprocessing context that starts processes from the fork server, which runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_modules)
     # SIGTERM to the whole process group must not end the server, with which ranks end, before its settings

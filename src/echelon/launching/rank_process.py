@@ -4,17 +4,18 @@ What a rank does inside is in `worker.py`; what its messages mean for the run is
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
+from echelon.errors import UserError
 from echelon.launching import worker
-from echelon.launching.messages.channel import STOP, Answer, Message
-from echelon.launching.messages.transport import unpack
+from echelon.launching.channel import STOP, Answer, Message, unpack
 from echelon.launching.preloading import fork_server_context
-from echelon.launching.watch import failure, guard
+from echelon.launching.watch import failure
 from echelon.launching.watch.failure import Failure, Kind
 
 Event = Answer | Message | Failure
@@ -37,7 +38,7 @@ class RankProcess:
         self.process = context.Process(
             target=worker.main,
             args=(config, self._rank_connection),
-            name=f"{guard.PROCESS_NAME} {config.rank}",
+            name=f"{PROCESS_NAME} {config.rank}",
             daemon=False,
         )
         self._pipe_is_open = True
@@ -57,7 +58,7 @@ class RankProcess:
 
     @property
     def sources(self) -> list[Connection | int]:
-        """What becomes readable when `poll` has something to return."""
+        """Return what becomes readable when `poll` has something to return."""
         end = self.process.sentinel
         return [self._connection, end] if self._pipe_is_open else [end]
 
@@ -67,7 +68,7 @@ class RankProcess:
             self._connection.send_bytes(data)
 
     def poll(self) -> Event | None:
-        """The next event of this rank, if there is one. Its death comes after all that it sent."""
+        """Return the next event of this rank, if there is one. Its death comes after all that it sent."""
         is_dead = not self.is_alive  # checked first: a dead rank sends nothing after this
         if self._pipe_is_open and self._connection.poll():
             return self._receive()
@@ -90,9 +91,9 @@ class RankProcess:
     def _death(self) -> Failure:
         code = self.process.exitcode
         assert code is not None
-        if code == guard.EXIT_CODE and not self._has_joined:
+        if code == UNGUARDED_EXIT_CODE and not self._has_joined:
             reason = "imported a main module that launches ranks"
-            return Failure(self.rank, Kind.DIED, reason, user_error=guard.missing_guard_error())
+            return Failure(self.rank, Kind.DIED, reason, user_error=missing_guard_error())
         return failure.from_exit_code(self.rank, code, while_starting=not self._has_joined)
 
     def request_stacks(self) -> None:
@@ -101,7 +102,7 @@ class RankProcess:
             self._send(os.kill, worker.STACKS_SIGNAL)
 
     def stacks(self) -> str:
-        """What the rank has written since `request_stacks`."""
+        """Return what the rank has written since `request_stacks`."""
         return self._config.stacks.read_text() if self._config.stacks.exists() else ""
 
     def send_signal(self, number: int) -> None:
@@ -149,7 +150,7 @@ def kill_all(processes: Sequence[RankProcess], *, at_once: bool = False) -> None
 
 
 def collect_stacks(processes: Sequence[RankProcess]) -> list[str]:
-    """Where every thread of every rank is now, in rank order; '' for a rank that does not write it in time.
+    """Return the stacks of every rank's threads, in rank order; '' for a rank that does not write in time.
 
     A signal handler in C writes them, so the rank may be inside a call that never returns.
     """
@@ -168,3 +169,33 @@ def _await_end(processes: Sequence[RankProcess], seconds: float) -> None:
         remaining := give_up - time.monotonic()
     ) > 0:
         wait([process.process.sentinel for process in alive], timeout=remaining)
+
+
+# A main module that launches ranks while a rank imports it. A rank imports the main module to find functions
+# in it; without the `if __name__ == "__main__":` line every rank would launch ranks. The rank detects this,
+# and the parent explains it.
+
+PROCESS_NAME = "echelon rank"  # a process with this name that imports the main module is a rank
+UNGUARDED_EXIT_CODE = 97  # a rank has no pipe to its parent yet: the exit code is all that it can report
+
+
+def refuse_while_main_is_imported() -> None:
+    """Refuse to launch during the import of the main module, when a rank is still starting."""
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False):  # multiprocessing sets this during that import
+        return
+    if process.name.startswith(PROCESS_NAME):
+        os._exit(UNGUARDED_EXIT_CODE)  # the parent raises the error once, instead of every rank
+    raise missing_guard_error()
+
+
+def missing_guard_error() -> UserError:
+    """Return the error, with the wrong and the right code."""
+    return UserError(
+        "The main module launches ranks while it is imported, and every rank imports it:\n"
+        "\n"
+        "    echelon.launch(main, ranks=4)          # wrong: runs in every rank again\n"
+        "\n"
+        '    if __name__ == "__main__":             # right: runs only in the script itself\n'
+        "        echelon.launch(main, ranks=4)"
+    )

@@ -1,4 +1,4 @@
-"""`Ranks`: processes that run functions together, and the error when one of them fails.
+"""`Ranks`: processes that run functions together, and the error when one of them fails; `launch` runs one.
 
 One rank as a process is `rank_process.py`; what happens inside it is `worker.py`.
 """
@@ -19,14 +19,26 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from echelon.errors import UserError, raise_errors
-from echelon.launching.environment import Environment, variables_of
+from echelon.launching import torchrun
+from echelon.launching.channel import Answer, Message, is_launched_rank, pack_call
 from echelon.launching.errors import RankFailed, RankHung
-from echelon.launching.messages.calls import pack_call
-from echelon.launching.messages.channel import Answer, Message, is_launched_rank
 from echelon.launching.preloading import fork_server_context
-from echelon.launching.rank_process import RankProcess, collect_stacks, kill_all, stop_all
-from echelon.launching.watch import guard, hang
-from echelon.launching.watch.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
+from echelon.launching.rank_process import (
+    RankProcess,
+    collect_stacks,
+    kill_all,
+    refuse_while_main_is_imported,
+    stop_all,
+)
+from echelon.launching.settings import (
+    FROM_ENVIRONMENT,
+    Deadline,
+    Environment,
+    deadline_seconds,
+    operation_seconds,
+    variables_of,
+)
+from echelon.launching.watch import hang
 from echelon.launching.watch.failure import Failure, root_cause
 from echelon.launching.watch.pulse import Board
 from echelon.launching.worker import RankConfig
@@ -41,7 +53,7 @@ _GRACE_SECONDS = 0.5  # after the first failure, for the root cause to arrive
 
 @dataclass
 class _Replies:
-    """How the ranks have replied to a call, by rank."""
+    """The replies of the ranks to a call, by rank."""
 
     answers: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
@@ -70,7 +82,7 @@ class Ranks:
         environment: Environment | None = None,
         kills_at_once: bool = False,
     ) -> None:
-        guard.refuse_while_main_is_imported()
+        refuse_while_main_is_imported()
         _check_arguments(ranks, deadline)
         overrides = [variables_of(environment, rank) for rank in range(ranks)]
         self._deadline = deadline_seconds(deadline)
@@ -216,7 +228,7 @@ class Ranks:
         return root.user_error
 
     def _describe_others(self, replies: _Replies, root: int) -> list[str]:
-        """A line for every rank but `root`: it failed too, or will be ended."""
+        """Return a line for every rank but `root`: it failed too, or will be ended."""
         lines = [f"rank {rank} was ended; it {state}" for rank, state in enumerate(self._states(replies))]
         for rank, failure in replies.failures.items():
             lines[rank] = f"rank {rank} {failure.reason.splitlines()[0]}"
@@ -231,7 +243,7 @@ class Ranks:
         return RankHung(rank, f"{why}; {reason}", "\n\n".join(texts), lines)
 
     def _states(self, replies: _Replies, frames: Sequence[str] = ()) -> list[str]:
-        """What each rank does, in words; `frames` say where their hosts are."""
+        """Return what each rank does, in words; `frames` say where their hosts are."""
         pulses = self._board.read()
         return [
             hang.describe(pulse, rank in replies.answers, frame)
@@ -256,3 +268,39 @@ def _check_arguments(ranks: int, deadline: Deadline) -> None:
             f"sockets, and Linux allows {_LONGEST_FOLDER}; set TMPDIR to a shorter one, like /tmp"
         )
     raise_errors("the arguments of the launch", errors)
+
+
+def launch(
+    fn: Callable[..., T],
+    ranks: int,
+    *args: object,
+    backend: str | None = None,
+    deadline: Deadline = FROM_ENVIRONMENT,
+    environment: Environment | None = None,
+) -> list[T]:
+    """Call `fn(*args)` in `ranks` processes of one process group; return the results in rank order.
+
+        results = launch(train, 4, config)
+
+    `deadline` is how many seconds may pass without a sign of life from any rank (None: no limit); without it,
+    ECHELON_DEADLINE of the environment, or 1,800. `environment(rank)` has more environment variables for a
+    rank, set before CUDA and the process group start there. An error in one rank ends them all and is raised
+    as `RankFailed`, with that rank's traceback; a `UserError` is raised unchanged.
+
+    Under torchrun this process is a rank already: `fn` runs here, among its peers. Rank 0 returns all
+    results; every other rank returns its own and rank 0's, and a `RemoteResult` in place of the others.
+    """
+    if torchrun.is_under_torchrun():
+        return torchrun.run_among_peers(fn, ranks, args, backend, deadline, environment)
+    refuse_while_main_is_imported()
+    call = pack_call(fn, args)  # before any process starts
+    with Ranks(ranks, backend=backend, deadline=deadline, environment=environment) as started:
+        started.run(request_training_modules)  # for the next launch
+        return started.run_packed(call)
+
+
+def request_training_modules() -> None:
+    """Runs in every rank: only there may `fork_server` be imported."""
+    from echelon.launching import fork_server
+
+    fork_server.request_training_modules()

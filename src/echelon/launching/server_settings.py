@@ -45,8 +45,10 @@ _folder = Path(_folder_name) if Path(_folder_name).name.startswith("pymp-") else
 
 
 def is_parent_gone() -> bool:
-    """Whether the process that started this server has ended. Its pipe does not tell: requests that wait in
-    the socket, and ranks, hold it open."""
+    """Return whether the process that started this server has ended.
+
+    Its pipe does not tell: requests that wait in the socket, and ranks, hold it open.
+    """
     return _parent_pid != "0" and os.getppid() != int(_parent_pid)
 
 

@@ -1,7 +1,8 @@
-"""A decision that all ranks share, made before they have a process group: through a store, as JSON."""
+"""Ranks agree through a store, before they have a process group: on a decision, on a part of the store."""
 
 import contextlib
 import json
+import secrets
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def agree(
     *,
     limit: timedelta | None = None,
 ) -> Any:
-    """What `decide` makes of all ranks' reports, in rank order. Rank 0 decides.
+    """Return what `decide` makes of all ranks' reports, in rank order. Rank 0 decides.
 
     A UserError, of `decide` or of any rank's `report`, is raised on every rank. Any other error is raised on
     the rank where it happens, and is a PeerLost on the others. Reports and decision are JSON: tuples arrive
@@ -50,7 +51,7 @@ def agree(
 
 
 def _run(function: Callable[[], object], rank: int) -> tuple[str, Exception | None]:
-    """The JSON of what `function` returns or raises; and the error, if it is for this rank alone."""
+    """Return the JSON of what `function` returns or raises; and the error, if it is for this rank alone."""
     try:
         return json.dumps({"value": function()}), None
     except UserError as error:
@@ -104,3 +105,50 @@ def _await_readers(store: Store, rank: int, ranks: int) -> None:
     if rank == 0:
         with contextlib.suppress(RuntimeError):  # a rank is gone; the error is still the one to raise
             store.wait(["all have read"], timedelta(seconds=_READ_SECONDS))
+
+
+_PERIOD_SECONDS = 0.02
+
+
+def fresh_store(store: Store, rank: int, ranks: int, limit: timedelta) -> Store:
+    """Return a part of `store` that no earlier ranks have written to; all that start now must call this.
+
+    torchrun keeps one store while it starts ranks again and again (--max-restarts, nodes that come and go).
+    There ranks would find addresses of ranks that are gone. No number that all of them know says which start
+    this is. So each rank writes a word of its own, and rank 0 proposes a name for all words that it reads:
+
+        rank 1   "word-1" = c07f…                       over the word of the rank 1 before
+        rank 0   "proposal" = a31b…, [9e21…, c07f…]     again, whenever a word has changed
+        rank 1   finds its word there: "a31b…/seen-1"
+        rank 0   all have seen it: "a31b…/go", and all keep their keys below a31b…
+    """
+    keys, word = PrefixStore("echelon/start", store), secrets.token_hex(8)
+    keys.set(f"word-{rank}", word)
+    give_up = time.monotonic() + limit.total_seconds()
+    name, words = "", [""] * ranks
+    while time.monotonic() < give_up:
+        if rank == 0:
+            name, words = _propose(keys, name, words)
+        elif keys.check(["proposal"]):
+            name, words = json.loads(keys.get("proposal"))
+        if name and words[rank] == word and len(words) == ranks:
+            keys.set(f"{name}/seen-{rank}", "")
+            if rank == 0 and keys.check([f"{name}/seen-{each}" for each in range(ranks)]):
+                keys.set(f"{name}/go", "")
+            if keys.check([f"{name}/go"]):
+                return PrefixStore(f"echelon/{name}", store)
+        time.sleep(_PERIOD_SECONDS)
+    raise PeerLost(f"the {ranks} ranks did not all start within {limit}")
+
+
+def _propose(keys: Store, name: str, words: list[str]) -> tuple[str, list[str]]:
+    """Rank 0: the proposal, which is a new one if words have changed; '' while some are missing."""
+    names = [f"word-{rank}" for rank in range(len(words))]
+    if not keys.check(names):
+        return "", words
+    current = [keys.get(each).decode() for each in names]
+    if current == words:
+        return name, words
+    name = secrets.token_hex(8)
+    keys.set("proposal", json.dumps([name, current]))
+    return name, current

@@ -8,10 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
 from echelon.errors import UserError, raise_errors
-from echelon.launching.environment import Environment, variables_of
-from echelon.launching.messages.channel import is_launched_rank
-from echelon.launching.messages.results import decode, encode
-from echelon.launching.watch.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
+from echelon.launching.channel import is_launched_rank
+from echelon.launching.results import decode, encode
+from echelon.launching.settings import (
+    FROM_ENVIRONMENT,
+    Deadline,
+    Environment,
+    deadline_seconds,
+    operation_seconds,
+    variables_of,
+)
 
 T = TypeVar("T")
 
@@ -19,7 +25,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_under_torchrun() -> bool:
-    """Whether this process is one of several that another launcher started."""
+    """Return whether this process is one of several that another launcher started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_launched_rank()
 
 
@@ -34,11 +40,11 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
     from torch.distributed.rendezvous import rendezvous
 
     from echelon.launching import group
-    from echelon.launching.watch import supervision
+    from echelon.launching.watch import watchdog
 
     if dist.is_initialized():
         if is_under_torchrun():
-            supervision.watch_world(deadline_seconds(deadline))
+            watchdog.watch_world(deadline_seconds(deadline))
         group.check_world()
         return
     if "RANK" not in os.environ:
@@ -48,27 +54,27 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
     seconds = deadline_seconds(deadline)
     store, rank, ranks = next(rendezvous("env://", timeout=group.timeout(seconds)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from echelon.launching.fresh_store import fresh_store
+        from echelon.launching.store_agreement import fresh_store
 
         store = fresh_store(store, rank, ranks, group.timeout(seconds))
     atexit.register(_leave)
-    with supervision.watching_joining_ranks(store, rank, ranks, seconds):
+    with watchdog.watching_joining_ranks(store, rank, ranks, seconds):
         group.init_group(store, rank, ranks, backend, group.timeout(operation_seconds(seconds)))
 
 
 def when_ended(call: Callable[[str], object]) -> None:
     """Let the watchdog of this rank call this with the reason before it ends the process."""
-    from echelon.launching.watch import supervision
+    from echelon.launching.watch import watchdog
 
-    supervision.when_ended(call)
+    watchdog.when_ended(call)
 
 
 def report_failure(reason: str) -> None:
     """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
-    if "echelon.launching.watch.supervision" in sys.modules:  # otherwise it has joined nobody
-        from echelon.launching.watch import supervision
+    if "echelon.launching.watch.watchdog" in sys.modules:  # otherwise it has joined no ranks
+        from echelon.launching.watch import watchdog
 
-        supervision.report_failure(reason)
+        watchdog.report_failure(reason)
 
 
 def run_among_peers(
@@ -92,14 +98,14 @@ def run_among_peers(
 
 
 def share_results(value: object) -> list[Any]:
-    """A list with the results of all ranks; off rank 0, a RemoteResult for all but rank 0 and this rank.
+    """Return the results of all ranks; off rank 0, a RemoteResult for all but rank 0 and this rank.
 
     Every rank must call this. Each result comes from its bytes, also that of this rank, so it is the same
     wherever it is used. A result that cannot be sent is a TypeError on its rank, and a UserError on others.
     """
     import torch.distributed as dist
 
-    from echelon.launching.messages.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
+    from echelon.launching.group import all_gather_bytes, broadcast_bytes, gather_bytes
 
     data, error = _try_encode(value)
     state = [len(data), None if error is None else str(error) or type(error).__name__]
@@ -117,7 +123,7 @@ def share_results(value: object) -> list[Any]:
 
 
 def _try_encode(value: object) -> tuple[bytes, Exception | None]:
-    """The bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
+    """Return the bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
     try:
         return encode(value), None
     except Exception as error:

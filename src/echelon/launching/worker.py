@@ -3,18 +3,21 @@
 What the parent does with the answers is in `ranks.py`.
 """
 
+import ctypes
 import faulthandler
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from echelon.launching.messages.channel import STOP, Answer, Channel, open_channel
-from echelon.launching.messages.transport import pack, unpack
-from echelon.launching.watch import failure, lifeline, pulse
+from echelon.launching.channel import STOP, Answer, Channel, open_channel, pack, unpack
+from echelon.launching.watch import failure, pulse
 
 STACKS_SIGNAL = signal.SIGUSR1
 
@@ -45,7 +48,7 @@ class RankConfig:
 
 def main(config: RankConfig, connection: Connection) -> None:
     """Run one rank until the parent asks it to stop. It reports a failure, and then the parent ends it."""
-    lifeline.end_with_parent((config.folder, config.server_folder))
+    end_with_parent((config.folder, config.server_folder))
     channel = open_channel(connection)
     try:
         _set_up_process(config)
@@ -64,7 +67,7 @@ def main(config: RankConfig, connection: Connection) -> None:
 def _report(channel: Channel, reason: failure.Failure) -> None:
     try:
         channel.send(pack(reason))
-    except OSError:  # the parent has ended this launch, or itself: nobody is left to tell
+    except OSError:  # the parent has ended this launch, or itself
         sys.exit(1)
 
 
@@ -135,3 +138,31 @@ def _leave() -> None:
     from echelon.launching import group
 
     group.leave_together()
+
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def end_with_parent(folders: Iterable[Path]) -> None:
+    """End this process and all that it starts when its parent is gone, however that ended; delete `folders`.
+
+    A parent that can still act ends its ranks itself (`rank_process.py`).
+    """
+    # With a session of its own, Ctrl-C reaches the parent only, and one killpg reaches every data worker.
+    os.setsid()
+    threading.Thread(target=_await_parents_end, args=(folders,), name="echelon-lifeline", daemon=True).start()
+    if sys.platform == "linux":
+        # For a rank that never lets Python threads run. The kernel sends this signal when the fork server
+        # has ended, which takes longer than the watching thread needs to clean up.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _await_parents_end(folders: Iterable[Path]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "multiprocessing starts every rank"
+    # The sentinel is a pipe whose other end only the parent holds: the fork server, from which ranks are
+    # forked, never had it.
+    wait([parent.sentinel])
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)

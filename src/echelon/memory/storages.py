@@ -26,7 +26,8 @@ def weight_storages(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory without gaps, in any order of dims: a copy has the same strides."""
+    """Return whether its elements lie in memory without gaps, in any order of dims: a copy has the same
+    strides."""
     if tensor.is_contiguous() or (
         tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     ):
@@ -35,7 +36,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have elements in common, as far as their ends tell."""
+    """Return whether two tensors of one storage have elements in common, as far as their ends tell."""
     (a, b), (c, d) = _span(one), _span(other)
     return a < d and c < b
 

@@ -19,7 +19,7 @@ _TOO_MANY = 2**62  # parameters, or positions: torch could not count their bytes
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches its rotary positions beyond the sequence it was first trained on.
+    """The rule by which Llama 3.1 stretches its rotary positions beyond the sequence it was first trained on.
 
     Wavelengths longer than `original_sequence / low_freq_factor` are stretched by `factor`, those shorter
     than `original_sequence / high_freq_factor` are kept, and those between are blended.

@@ -20,7 +20,7 @@ def generate(
     top_k: int | None = 50,
     seed: int = 0,
 ) -> Tensor:
-    """The prompt, [sequence] or [batch, sequence], followed by `length` sampled tokens.
+    """Return the prompt, [sequence] or [batch, sequence], followed by `length` sampled tokens.
 
     Each token is drawn from the `top_k` likeliest (None: from all), with probabilities sharpened by a
     `temperature` below 1; 0 always takes the likeliest. The same seed gives the same tokens and torch's
@@ -43,7 +43,7 @@ def generate(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, dice: torch.Generator) -> Tensor:
-    """One token for each row of logits [batch, vocab], as [batch, 1]."""
+    """Draw one token for each row of logits [batch, vocab], as [batch, 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     likeliest, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))

@@ -1,6 +1,6 @@
 """The buffers of a model before a step, so that a step that is refused leaves them as they were.
 
-A forward pass changes running statistics before anybody knows whether the step makes an update. On a device
+A forward pass changes running statistics before it is known whether the step makes an update. On a device
 that stays unknown to the host: there a kernel chooses between old and new values.
 
 Kernels may change a buffer and leave no mark on its version, so buffers are copied in every step. Those above
@@ -21,14 +21,14 @@ Slot = tuple[nn.Module, str]
 
 
 class _Saved(NamedTuple):
-    """What a slot held at `take`: the buffer itself, where its memory was, and a copy of its values."""
+    """A slot at `take`: the buffer itself, the address of its memory, and a copy of its values."""
 
     buffer: Tensor | None
     address: int
     copy: Tensor | None
 
     def is_reassigned(self, now: Tensor | None) -> bool:
-        """Whether the slot holds another tensor, or its tensor has other memory: perhaps the user's batch."""
+        """Return True if the slot holds another tensor, or other memory: perhaps the user's batch."""
         if now is not self.buffer or now is None or self.copy is None:
             return now is not self.buffer
         return now.data_ptr() != self.address or not _same_form(now, self.copy)
@@ -70,7 +70,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self, refused: bool | Tensor) -> None:
-        """Where `refused`, bring all buffers back to what `take` found. Only the first call decides.
+        """Bring all buffers back to what `take` found, where `refused`. Only the first call decides.
 
         A flag on a device is read only where a kernel cannot choose: if a buffer has come, gone or got
         another form in the step, or has changed on another device.
@@ -94,7 +94,7 @@ class BufferSnapshot:
                 delattr(module, name)
 
     def storages(self) -> list[Tensor]:
-        """The copies, and, while a step is undecided, the buffers that may be put back."""
+        """List the copies and, while a step is undecided, the buffers that may be put back."""
         held = [saved.buffer for saved in (self._saved or {}).values() if saved.buffer is not None]
         return [*self._copies.values(), *held]
 
@@ -130,7 +130,7 @@ def _write_back(pairs: Sequence[_Pair], refused: bool | Tensor) -> None:
 
 
 def _choose(refused: Tensor, pairs: Sequence[_Pair]) -> list[Tensor]:
-    """The old values where `refused`, else the new ones; the host does not learn which."""
+    """Choose the old values where `refused`, else the new ones; the host does not learn which."""
     before = torch.cat([each.copy.flatten() for each in pairs])
     after = torch.cat([each.buffer.flatten() for each in pairs])
     chosen = torch.where(refused, before, after).split([each.buffer.numel() for each in pairs])
@@ -138,7 +138,7 @@ def _choose(refused: Tensor, pairs: Sequence[_Pair]) -> list[Tensor]:
 
 
 def _are_alike(refused: Tensor, old: Tensor, now: Tensor) -> bool:
-    """Whether a kernel can choose between the two: none of them is sparse, and all are on one device."""
+    """Return True if a kernel can choose between the two: both dense, and all on one device."""
     return _is_dense(old) and _is_dense(now) and _same_form(old, now) and now.device == refused.device
 
 
@@ -160,7 +160,7 @@ def _same_form(one: Tensor, other: Tensor) -> bool:
 
 
 def _by_memory(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-    """Those of one device and type together, up to `LARGEST_COPY` bytes: few kernels serve them all."""
+    """Group pairs of one device and type, up to `LARGEST_COPY` bytes: few kernels serve them all."""
     groups: dict[tuple[torch.device, torch.dtype], list[_Pair]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for each in pairs:

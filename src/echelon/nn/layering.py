@@ -25,7 +25,7 @@ from echelon.nn.wrapping import replaced_forward
 
 
 def listed_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of an nn.Sequential, or what `layers()` returns; empty if the model lists none.
+    """Return the members of an nn.Sequential, or the result of `layers()`; empty if the model lists none.
 
     A subclass that overrides only `forward` lists none: its forward may do more than run the layers. A
     transformers model of a known family lists wrappers around its own modules, new ones at every call.
@@ -50,7 +50,7 @@ def _check_modules(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]
 
 
 def how_to_list(model: nn.Module) -> str:
-    """How to change a model that lists no layers, so that it does."""
+    """Say how to change a model that lists no layers, so that it does."""
     if find_family(model) is not None or find_encoder(model) is not None:
         return reason_not_listed(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):
@@ -74,7 +74,7 @@ def how_to_list(model: nn.Module) -> str:
 
 
 def outside_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules, by name, that are never called when a model runs layer by layer."""
+    """Return the modules, by name, that are never called when a model runs layer by layer."""
     layers = listed_layers(model)
     called = {module for layer in layers for module in [*layer.modules(), *modules_outside(layer)]}
     return {name: module for name, module in model.named_modules() if module not in called}
@@ -87,14 +87,14 @@ def _listing(model: nn.Module) -> Callable[[], Iterable[nn.Module]] | None:
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    """What it cannot be called without."""
+    """List the arguments that a function cannot be called without."""
     parameters = inspect.signature(function).parameters.values()
     optional = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is Parameter.empty and p.kind not in optional]
 
 
 def _reason_own_forward(model: nn.Module) -> str:
-    """Why a model's forward may do more than run its layers, and the fix; empty if it does not."""
+    """Say why a model's forward may do more than run its layers, and the fix; empty if it does not."""
     kind = type(model)
     if replaced_forward(model) is not None:
         return "its forward was replaced, and no stage would run the new one; put what it does into a layer"

@@ -24,14 +24,14 @@ class View:
     shared: Mapping[str, Any] = MappingProxyType({})  # of a batch, what every layer may ask for
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """The positions in the whole sequence of the `length` tokens on this rank, [length].
+        """Return the positions in the whole sequence of the `length` tokens on this rank, [length].
 
         Padding has the last position of the sequence: a model may have learned no later one.
         """
         return self._in_sequence(torch.arange(length, device=device))
 
     def whole_length(self, length: int) -> int:
-        """How many positions the whole sequence has, without padding, where `length` are on this rank."""
+        """Count the positions of the whole sequence, without padding, where `length` are on this rank."""
         padded = length * self.parts
         return padded if self.true_length is None else min(padded, self.true_length)
 

@@ -52,7 +52,7 @@ class Wrapper:
 
     @property
     def inner(self) -> Callable[..., Any]:
-        """What this entry is around: the next one inward, or the module's own forward."""
+        """The next entry inward, or the module's own forward."""
         return self._next or MethodType(type(self.module).forward, self.module)
 
 
@@ -60,7 +60,7 @@ W = TypeVar("W", bound=Wrapper)
 
 
 class Wrapping:
-    """What was put around the modules of a model; `remove` takes it away again."""
+    """The wrappers, hooks and attributes that an engine has put on a model; `remove` takes them away."""
 
     def __init__(self) -> None:
         self._wrappers: list[Wrapper] = []
@@ -92,13 +92,11 @@ class Wrapping:
 
     def before(self, entry: str, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Call `hook` before the module is called, as `register_forward_pre_hook` does."""
-        assert entry in (*STACK, GUARD), entry
-        self._hooks.append((entry, module, module.register_forward_pre_hook(hook, **options)))
+        self.hold(entry, module, module.register_forward_pre_hook(hook, **options))
 
     def after(self, entry: str, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Call `hook` after the module was called, as `register_forward_hook` does."""
-        assert entry in (*STACK, GUARD), entry
-        self._hooks.append((entry, module, module.register_forward_hook(hook, **options)))
+        self.hold(entry, module, module.register_forward_hook(hook, **options))
 
     def hold(self, entry: str, module: nn.Module, handle: RemovableHandle) -> None:
         """Keep the handle of another kind of hook, until this is removed."""
@@ -111,7 +109,7 @@ class Wrapping:
         setattr(owner, attribute, value)
 
     def assigned(self) -> list[tuple[Any, str, object]]:
-        """The attributes that have another value now: their owner, name, and the value before."""
+        """Return the attributes that have another value now: their owner, name, and the value before."""
         return list(self._attributes)
 
     def remove(self) -> None:
@@ -125,7 +123,7 @@ class Wrapping:
         self._wrappers, self._hooks, self._attributes = [], [], []
 
     def entries(self, modules: Iterable[nn.Module]) -> dict[str, int]:
-        """How many of `modules` have each entry of the stack, innermost first."""
+        """Count the `modules` that have each entry of the stack, innermost first."""
         inside = set(modules)
         wrapped = {(wrapper.entry, wrapper.module) for wrapper in self._wrappers}
         hooked = {(entry, module) for entry, module, _ in self._hooks}
@@ -134,22 +132,22 @@ class Wrapping:
 
 
 def find_wrapper(module: nn.Module, kind: type[W]) -> W | None:
-    """The entry of this kind in the stack of a module."""
+    """Return the entry of this kind in the stack of a module."""
     return next((wrapper for wrapper in stack_of(module) if isinstance(wrapper, kind)), None)
 
 
 def has_entry(module: nn.Module, entry: str) -> bool:
-    """Whether the stack of a module has an entry of this name."""
+    """Return True if the stack of a module has an entry of this name."""
     return any(wrapper.entry == entry for wrapper in stack_of(module))
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether anything of ours is in place of the module's forward."""
+    """Return True if a wrapper is in place of the module's forward."""
     return any(True for _ in stack_of(module))
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that somebody else has given to this very module; None where its class's is in force."""
+    """Return the forward that the user has given to this very module; None where its class's is in force."""
     forward: Callable[..., Any] | None = vars(module).get("forward")
     for wrapper in stack_of(module):
         forward = wrapper._next
@@ -157,7 +155,7 @@ def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def stack_of(module: nn.Module) -> Iterator[Wrapper]:
-    """The entries around a module, outermost first."""
+    """Return the entries around a module, outermost first."""
     current = _wrapper_of(vars(module).get("forward"))
     while current is not None:
         yield current

@@ -71,7 +71,9 @@ class LayerSharding:
         self._before = frozenset(before)
         self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
         not_causal = classes_not_causal(model, layers[1:])
-        self.spread = spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else None
+        self._expert_shards = (
+            spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else {}
+        )
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         if mesh.plan.sequence:
             assert self.sharded is not None
@@ -167,7 +169,7 @@ class LayerSharding:
 
     def experts_of(self, name: str) -> Shard | None:
         """Which experts of a parameter this rank has; None if it has all, or it is of no experts."""
-        return None if self.spread is None else self.spread.shards.get(name)
+        return self._expert_shards.get(name)
 
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
         """Return what this rank owns of its part of a tensor, as boxes of the whole tensor."""

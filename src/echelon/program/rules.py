@@ -3,7 +3,7 @@
 A copy to host memory stands between a forward and its backward: `F0 S0 … T0 B0`, `F0 S0 … T0 I0 … T0 W0`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -120,14 +120,7 @@ _Listed = set[tuple[Op, int, int | None]]
 _Wants = tuple[set[int], list[tuple[Any, ...]]]  # where it is noted; each need, and where what meets it is
 
 
-class _Done:
-    """What a rank has done so far: the microbatches of each operation and stage."""
-
-    def __init__(self) -> None:
-        self._microbatches: dict[tuple[Op, int], set[int]] = {}
-
-    def of(self, op: Op, stage: int) -> set[int]:
-        return self._microbatches.setdefault((op, stage), set())
+_Done = dict[tuple[Op, int], set[int]]  # by operation and stage, the microbatches that a rank has done
 
 
 _SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # a whole backward or its first part: either, not both
@@ -137,25 +130,25 @@ def find_duplicates(program: Program) -> Iterator[ProgramError]:
     """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both. Each of
     the parts may have a T of its own."""
     for rank, instructions in enumerate(program.ranks):
-        done = _Done()
+        done: _Done = defaultdict(set)
         for index, instruction in enumerate(instructions):
             op, stage, k, _, _ = instruction
             if k is None:
                 continue
-            microbatches = done.of(_SAME.get(op, op), stage)
+            microbatches = done[_SAME.get(op, op), stage]
             if k in microbatches:
                 again = word(program, rank, instruction)
                 yield ProgramError(rank, index, f"{again} has been done before: keep one")
             microbatches.add(k)
             if op is Op.BACKWARD_INPUT:
-                done.of(Op.FETCH, stage).discard(k)
+                done[Op.FETCH, stage].discard(k)
 
 
 def find_unmet_needs(program: Program) -> Iterator[ProgramError]:
     """Find instructions whose needs do not stand before them on their own rank."""
     period = program.round
     for rank, instructions in enumerate(program.ranks):
-        done = _Done()
+        done: _Done = defaultdict(set)
         known: dict[tuple[Op, int, int], _Wants] = {}  # of one round of microbatches
         listed: _Listed = set()  # filled when something is wrong
         for index, instruction in enumerate(instructions):
@@ -175,9 +168,9 @@ def find_unmet_needs(program: Program) -> Iterator[ProgramError]:
 
 def _wants(program: Program, rank: int, instruction: Instruction, done: _Done) -> _Wants:
     wanted = [
-        (need, *(done.of(op, need.stage) for op in need.ops)) for need in needs(program, rank, instruction)
+        (need, *(done[op, need.stage] for op in need.ops)) for need in needs(program, rank, instruction)
     ]
-    return done.of(instruction.op, instruction.stage), wanted
+    return done[instruction.op, instruction.stage], wanted
 
 
 def _unmet(program: Program, rank: int, instruction: Instruction, need: Need, listed: _Listed) -> str:

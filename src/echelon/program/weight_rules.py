@@ -3,7 +3,7 @@
 F0 B0 F1 B1 REDUCE [TIE] NORM UPDATE PUBLISH
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from echelon.program.instruction import COMPUTE, Instruction, Op, Program
@@ -14,11 +14,16 @@ _GATHERING = frozenset({Op.GATHER, Op.FREE})
 _Reason = tuple[int | None, str]  # the index of an instruction, and what is wrong with it
 
 
+def _on_each_rank(
+    program: Program, find: Callable[[Sequence[Instruction]], Iterable[_Reason]]
+) -> Iterator[ProgramError]:
+    for rank, instructions in enumerate(program.ranks):
+        yield from (ProgramError(rank, index, reason) for index, reason in find(instructions))
+
+
 def find_version_errors(program: Program) -> Iterator[ProgramError]:
     """A version exists when it is used, and a backward uses that of its forward."""
-    for rank, instructions in enumerate(program.ranks):
-        if not _has_one_version(instructions):
-            yield from (ProgramError(rank, index, reason) for index, reason in _versions_of(instructions))
+    return _on_each_rank(program, lambda work: () if _has_one_version(work) else _versions_of(work))
 
 
 def _has_one_version(instructions: Sequence[Instruction]) -> bool:
@@ -28,60 +33,41 @@ def _has_one_version(instructions: Sequence[Instruction]) -> bool:
     return COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions)
 
 
-class _Versions:
-    """The versions of a rank's weights, while its list is read."""
-
-    def __init__(self) -> None:
-        self.newest = 0
-        self.stashed: set[tuple[int, int | None]] = set()  # stage and version
-        self._used: dict[tuple[int, int | None], int] = {}  # by stage and microbatch
-
-    def use(self, instruction: Instruction) -> Iterator[str]:
-        """A computation."""
-        _, stage, microbatch, _, given = instruction
-        version = self.newest if given is None else given
-        if version > self.newest:
-            yield f"version {version} does not exist yet: the newest is version {self.newest}"
-        elif version < self.newest and (stage, version) not in self.stashed:
-            yield f"version {version} is gone: it was not stashed, or has been popped"
-        first = self._used.setdefault((stage, microbatch), version)
-        if first != version:
-            yield f"uses version {version}, but its forward used version {first}"
-
-    def stash(self, stage: int, version: int | None) -> Iterator[str]:
-        if (stage, version) in self.stashed:
-            yield f"cannot stash version {version}: it is stashed already"
-        elif version != self.newest:
-            yield f"cannot stash version {version}: the newest is version {self.newest}"
-        self.stashed.add((stage, version))
-
-    def pop(self, stage: int, version: int | None) -> Iterator[str]:
-        if (stage, version) not in self.stashed:
-            yield f"version {version} is not stashed"
-        self.stashed.discard((stage, version))
-
-
 def _versions_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
-    versions = _Versions()
-    for index, instruction in enumerate(instructions):
-        op, stage, version = instruction.op, instruction.stage, instruction.version
+    newest = 0
+    stashed: set[tuple[int, int | None]] = set()  # stage and version
+    used: dict[tuple[int, int | None], int] = {}  # by stage and microbatch
+    for index, (op, stage, microbatch, _, given) in enumerate(instructions):
+        slot = (stage, given)
         if op in COMPUTE:
-            yield from ((index, reason) for reason in versions.use(instruction))
+            version = newest if given is None else given
+            if version > newest:
+                yield index, f"version {version} does not exist yet: the newest is version {newest}"
+            elif version < newest and (stage, version) not in stashed:
+                yield index, f"version {version} is gone: it was not stashed, or has been popped"
+            first = used.setdefault((stage, microbatch), version)
+            if first != version:
+                yield index, f"uses version {version}, but its forward used version {first}"
         elif op is Op.STASH:
-            yield from ((index, reason) for reason in versions.stash(stage, version))
+            if slot in stashed:
+                yield index, f"cannot stash version {given}: it is stashed already"
+            elif given != newest:
+                yield index, f"cannot stash version {given}: the newest is version {newest}"
+            stashed.add(slot)
         elif op is Op.POP:
-            yield from ((index, reason) for reason in versions.pop(stage, version))
+            if slot not in stashed:
+                yield index, f"version {given} is not stashed"
+            stashed.discard(slot)
         elif op is Op.UPDATE:
-            versions.newest += 1
-    for stage, version in sorted(versions.stashed, key=str):
-        yield None, f"version {version} of stage {stage} is stashed and never popped"
+            newest += 1
+    for stage, given in sorted(stashed, key=str):
+        yield None, f"version {given} of stage {stage} is stashed and never popped"
 
 
 def find_gather_errors(program: Program) -> Iterator[ProgramError]:
     """In a program with any GATHER or FREE, they come in pairs around each use."""
-    if any(instruction.op in _GATHERING for work in program.ranks for instruction in work):
-        for rank, instructions in enumerate(program.ranks):
-            yield from (ProgramError(rank, index, reason) for index, reason in _gathers_of(instructions))
+    is_gathered = any(instruction.op in _GATHERING for work in program.ranks for instruction in work)
+    return _on_each_rank(program, _gathers_of if is_gathered else lambda _: ())
 
 
 def _gathers_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
@@ -124,11 +110,10 @@ class _Round:
 
 def find_update_errors(program: Program) -> Iterator[ProgramError]:
     """Every gradient comes to an update, through REDUCE, TIE and NORM in this order, and is published."""
-    for rank, instructions in enumerate(program.ranks):
-        yield from (ProgramError(rank, index, reason) for index, reason in _reasons(instructions))
+    return _on_each_rank(program, _updates_of)
 
 
-def _reasons(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+def _updates_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
     part = _Round()
     unpublished: int | None = None  # the UPDATE whose weights wait for a PUBLISH
     for index, instruction in enumerate(instructions):

@@ -95,7 +95,7 @@ class Checkpoints:
 
     @property
     def rollbacks(self) -> tuple[RolledBack, ...]:
-        """The checkpoints of the run, in order."""
+        """The rollbacks of the run, in order."""
         return self._skipped.events
 
     def can_roll_back(self, step: int) -> bool:

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast, final
@@ -11,11 +11,9 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import nn
 
-from echelon.collectives import StepMoves
 from echelon.collectives.mesh import this_device
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit import AuditResult, Mode
-from echelon.engine.step.balance import ExpertLoad
 from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.nn.initialization import deferred
@@ -82,7 +80,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
         step += 1
         try:
             if not stop.may_begin(step):
-                training.look_at_all()
+                training.read_all()
                 checkpoints.save(step - 1, wait=True)
                 engine.close(restore=False)
                 return step - 1
@@ -114,7 +112,7 @@ class _Training:
         self._audit: list[AuditResult] = []
         self._num_skipped = 0  # the last steps in a row
         # Where reading a loss may lead back, all ranks read it after the same step.
-        self._looks_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
+        self._reads_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
 
     def step(self, step: int) -> None:
         """Train `step`; read its numbers, or those of the one before. Raises a LossSpikeError if that has
@@ -124,12 +122,13 @@ class _Training:
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
             self._report(Audited(tuple(self._audit)))
-        self._unread.append(_Unread(step, metrics, _record(engine) if self._first else None))
+        report = _report_of(engine, step, metrics) if self._first else None
+        self._unread.append(_Unread(step, metrics, report))
         # Reading a step that is not done would leave a GPU idle until the next one is begun.
-        if _due(step, job) or self._checkpoints.is_due(step) or (self._looks_early and metrics.is_ready):
-            self.look_at_all()
+        if _due(step, job) or self._checkpoints.is_due(step) or (self._reads_early and metrics.is_ready):
+            self.read_all()
         elif len(self._unread) > 1:
-            self._look(self._unread.popleft())
+            self._read(self._unread.popleft())
         if task.num_validation_batches and _due(step, job):
             loss, accuracy = evaluate(engine, task)
             if self._first:
@@ -138,15 +137,15 @@ class _Training:
         if self._checkpoints.is_due(step):
             self._checkpoints.save(step)
 
-    def look_at_all(self) -> None:
+    def read_all(self) -> None:
         while self._unread:
-            self._look(self._unread.popleft())
+            self._read(self._unread.popleft())
 
-    def _look(self, unread: "_Unread") -> None:
+    def _read(self, unread: "_Unread") -> None:
         """Report a step on rank 0, and judge its loss; end the training if it diverged. Waits for it."""
-        step, metrics, record = unread
-        if record is not None:
-            self._tell(_stepped(step, metrics, record))
+        step, metrics, report = unread
+        if report is not None:
+            self._tell(report())
         self._num_skipped = self._num_skipped + 1 if metrics.skipped else 0
         if not metrics.skipped:  # which is counted, and may be an error
             trouble = self._checkpoints.spikes.judge(step, metrics.loss)
@@ -218,50 +217,33 @@ def _due(step: int, job: Job) -> bool:
     return step == job.steps or (job.evaluate_every > 0 and step % job.evaluate_every == 0)
 
 
-class _Record(NamedTuple):
-    """Details of a step that rank 0 reports beside its metrics; times are read with these."""
-
-    learning_rate: float
-    memory_bytes: int
-    moves: StepMoves
-    expert_load: Mapping[str, ExpertLoad]
-
-
 class _Unread(NamedTuple):
-    """A step whose numbers are not read yet; `record` is for rank 0, which reports it."""
+    """A step whose numbers are not read yet. On rank 0 `report` makes its event, and waits for the step."""
 
     step: int
     metrics: Metrics
-    record: _Record | None
+    report: Callable[[], Stepped] | None
 
 
-def _record(engine: Engine) -> _Record:
-    """Return the gate loads of the step that was queued last. Waits for nothing."""
-    return _Record(
-        engine.learning_rate,
-        engine.memory().peak_total,
-        engine.ledger.step_moves(),
-        engine.expert_load(),
-    )
-
-
-def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
-    return Stepped(
+def _report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Stepped]:
+    """Note what the engine says of the step that was queued last, which the next one overwrites."""
+    learning_rate, memory_bytes = engine.learning_rate, engine.memory().peak_total
+    moves, expert_load = engine.ledger.step_moves(), engine.expert_load()
+    return lambda: Stepped(
         step=step,
         loss=metrics.loss,
         grad_norm=metrics.grad_norm,
-        learning_rate=record.learning_rate,
+        learning_rate=learning_rate,
         tokens=metrics.tokens,
         seconds=metrics.seconds,
-        moved_bytes=record.moves.sent,
-        comm_seconds=record.moves.busy(),
-        comm_hidden_seconds=record.moves.hidden(),
-        memory_bytes=record.memory_bytes,
+        moved_bytes=moves.sent,
+        comm_seconds=moves.busy(),
+        comm_hidden_seconds=moves.hidden(),
+        memory_bytes=memory_bytes,
         skipped=metrics.skipped,
         loss_scale=metrics.loss_scale,
         experts=tuple(
-            GateLoad(gate, load.tokens, sum(load.dropped), load.entropy)
-            for gate, load in record.expert_load.items()
+            GateLoad(gate, load.tokens, sum(load.dropped), load.entropy) for gate, load in expert_load.items()
         ),
     )
 

@@ -20,6 +20,13 @@ Number = float | Tensor
 Flag = bool | Tensor
 
 
+def choose(condition: Flag, one: Number, other: Number) -> Number:
+    """Return `one` where the condition holds, else `other`. A condition on the device is not read."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, one, other)
+    return one if condition else other
+
+
 class Scaling(NamedTuple):
     """`factor` of the gradients; `norm` of the mean's, before clipping.
 
@@ -157,7 +164,7 @@ class StepNumbers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `read` returns without waiting for the device."""
+        """Return whether `read` returns without waiting for the device."""
         return self._copy is None or self._copy.is_ready
 
     @property

@@ -24,7 +24,7 @@ from echelon.update.precision.whole_stepper import PartRoute, Routes, WholeRoute
 
 
 def has_parts(plan: Plan) -> bool:
-    """Whether a rank may update a part of a parameter."""
+    """Return whether a rank may update a part of a parameter."""
     return plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
 
 

@@ -170,7 +170,7 @@ class SynchronousUpdate(Update):
             self.units.has_updated = False
 
     def _is_left_out(self) -> bool:
-        """Whether the step is known to be refused, and publishes nothing."""
+        """Return whether the step is known to be refused, and publishes nothing."""
         # The first time, ranks agree on the order in which gradients came, and a refused step may have had
         # none. The first update of a parameter reads the flag too.
         reads = not self.deferred or not self._has_published

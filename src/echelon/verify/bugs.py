@@ -217,7 +217,7 @@ def count_copies(engine: Engine) -> bool:
 
 
 def _wrappers(engine: Engine, kind: type[W]) -> Iterator[W]:
-    for module in engine._modules:
+    for module in engine._state.modules:
         wrapper = find_wrapper(module, kind)
         if wrapper is not None:
             yield wrapper

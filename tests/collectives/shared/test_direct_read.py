@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.collectives.shared import operations
+from echelon.collectives.shared import group as shared_group
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import Steps
 from echelon.collectives.shared.slots import LANE
@@ -20,26 +20,26 @@ Begin = Callable[[Link, Tensor, Tensor], Steps]  # on an input and an output
 
 def all_reduce(link: Link, tensor: Tensor, output: Tensor) -> Steps:
     del tensor
-    return operations.all_reduce(link, output, "sum")
+    return shared_group.all_reduce(link, output, "sum")
 
 
 def reduce_scatter(link: Link, tensor: Tensor, output: Tensor) -> Steps:
-    return operations.reduce_scatter(link, output, tensor, "sum")
+    return shared_group.reduce_scatter(link, output, tensor, "sum")
 
 
 def all_gather(link: Link, tensor: Tensor, output: Tensor) -> Steps:
-    return operations.all_gather(link, output, tensor)
+    return shared_group.all_gather(link, output, tensor)
 
 
 def broadcast(link: Link, tensor: Tensor, output: Tensor) -> Steps:
-    return operations.broadcast(link, tensor if link.rank == 0 else output, 0)
+    return shared_group.broadcast(link, tensor if link.rank == 0 else output, 0)
 
 
 def message(link: Link, tensor: Tensor, output: Tensor) -> Steps:
     """From rank 0 to rank 1."""
     if link.rank == 0:
-        return operations.send(link, tensor, 1)
-    return operations.recv(link, output, 0)
+        return shared_group.send(link, tensor, 1)
+    return shared_group.recv(link, output, 0)
 
 
 CASES: list[tuple[Begin, int, float]] = [
@@ -100,7 +100,7 @@ def test_an_all_reduce_may_be_overwritten_on_return() -> None:
 
         for link, tensor in zip(links, tensors, strict=True):
             link.add(
-                lambda link, t=tensor: operations.all_reduce(link, t, "sum"),  # type: ignore[misc]
+                lambda link, t=tensor: shared_group.all_reduce(link, t, "sum"),  # type: ignore[misc]
                 lambda t=tensor: keep_and_overwrite(t),  # type: ignore[misc]
             )
         links[slow].before_read = lambda links=links, slow=slow: advance_others(links, slow)  # type: ignore[misc]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.collectives.shared import operations, staged_copy
+from echelon.collectives.shared import group as shared_group
+from echelon.collectives.shared import staged_copy
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import Steps
 from echelon.collectives.shared.slots import COLLECTIVE, LANE
@@ -23,20 +24,20 @@ Begin = Callable[[Link, Tensor, Tensor], Steps]  # on an input and an output
 
 
 def broadcast(link: Link, tensor: Tensor, output: Tensor) -> Steps:
-    return operations.broadcast(link, tensor if link.rank == 0 else output, 0)
+    return shared_group.broadcast(link, tensor if link.rank == 0 else output, 0)
 
 
 def all_gather(link: Link, tensor: Tensor, output: Tensor) -> Steps:
-    return operations.all_gather(link, output, tensor[: tensor.numel() // SIZE])
+    return shared_group.all_gather(link, output, tensor[: tensor.numel() // SIZE])
 
 
 def all_reduce(link: Link, tensor: Tensor, output: Tensor) -> Steps:
     output.copy_(tensor)
-    return operations.all_reduce(link, output, "max")
+    return shared_group.all_reduce(link, output, "max")
 
 
 def reduce_scatter(link: Link, tensor: Tensor, output: Tensor) -> Steps:
-    return operations.reduce_scatter(link, output[: output.numel() // SIZE], tensor, "max")
+    return shared_group.reduce_scatter(link, output[: output.numel() // SIZE], tensor, "max")
 
 
 def watch_reads(monkeypatch: pytest.MonkeyPatch, links: list[SimulatedLink], slow: int) -> None:
@@ -114,10 +115,10 @@ def test_a_slow_receiver_gets_messages_in_order(monkeypatch: pytest.MonkeyPatch,
     for number, output in enumerate(outputs):
         tensor = torch.full((length,), float(number))
         links[0].add(
-            lambda link, t=tensor: operations.send(link, t, 1),  # type: ignore[misc]
+            lambda link, t=tensor: shared_group.send(link, t, 1),  # type: ignore[misc]
             lambda t=tensor: t.fill_(-1.0),  # type: ignore[misc]
         )
-        links[1].add(lambda link, o=output: operations.recv(link, o, 0))  # type: ignore[misc]
+        links[1].add(lambda link, o=output: shared_group.recv(link, o, 0))  # type: ignore[misc]
     watch_reads(monkeypatch, links, slow=1)
     run(links)
     assert [output.unique().tolist() for output in outputs] == [[float(n)] for n in range(len(outputs))]

@@ -19,7 +19,6 @@ from echelon.engine.audit.gradient_comparison import share_gradients
 from echelon.engine.audit.weight_stream import WeightStream, layer_sizes
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
-from echelon.nn import free_memory
 from tests.cases import mean_loss, sgd
 
 Warm = Callable[[int], Ranks]
@@ -50,7 +49,7 @@ def small_memory(num_bytes: int = MEMORY) -> Iterator[Record]:
         share(gradients, *arguments)
 
     with (
-        patch.object(free_memory, "free_bytes", lambda _: num_bytes),
+        patch.object(one_device, "_free_bytes", lambda _: num_bytes),
         patch.object(WeightStream, "_fill", counted_fill),
         patch.object(one_device, "share_gradients", counted_share),
     ):

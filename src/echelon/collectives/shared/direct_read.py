@@ -7,9 +7,8 @@ have read its own. The system must let ranks read each other's memory.
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
-from echelon.collectives.shared.header import Header, OperationKind
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import RingReader, Wait, all_written
+from echelon.collectives.shared.slots import Header, OperationKind, RingReader, Wait, all_written
 from echelon.collectives.shared.tensor_memory import TensorMemory, reduce_in_rank_order
 
 _CHUNK_BYTES = 1 << 19  # small enough to stay in the cache between the read and the addition
@@ -32,7 +31,7 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     for rank, address in addresses.items():
         link.read(rank, address + starts[rank], parts[rank].data_ptr(), parts[rank].nbytes)
     _release_all(link, now=True)
-    await link.writer.all_read()
+    await link.writer.all_read()  # the caller may overwrite or free the tensor when this returns
 
 
 async def reduce_scatter(link: Link, output: Tensor, whole: Tensor, op: Reduction) -> None:

@@ -99,8 +99,8 @@ def raise_from(error: Exception, where: str) -> NoReturn:
 class OperationQueue:
     """Operations that run one after the other; `number` counts those that are over.
 
-    `starts_at_call`: the call itself advances an operation, before anyone waits. `is_lazy`: operations need
-    not advance before someone waits for them.
+    `starts_at_call`: the call itself advances an operation, before its caller waits. `is_lazy`: operations
+    need not advance before their callers wait.
     """
 
     def __init__(self, *, starts_at_call: bool = False, is_lazy: bool = False) -> None:
@@ -118,7 +118,7 @@ class OperationQueue:
         return None
 
     def needs_background(self) -> bool:
-        """Whether something here must advance while its caller does other work."""
+        """Return whether something here must advance while its caller does other work."""
         if self.is_lazy:
             return False
         if len(self.operations) == 1 and self.operations[0].wait_reason is Wait.FOR_READERS:

@@ -9,7 +9,7 @@ At most one thread at a time runs the loop, and owns it meanwhile:
 - The background thread runs the loop for operations that must advance while their caller does other work,
   whenever no caller runs it. Otherwise it sleeps.
 
-A receive that was posted early need not advance before someone waits for it. Its peer may wait for that
+A receive that was posted early need not advance before its caller waits for it. Its peer may wait for that
 receive, though, so the background thread polls from time to time.
 """
 
@@ -23,7 +23,7 @@ from enum import Enum, auto
 from typing import final
 
 from echelon.collectives.shared.operation_queue import Operation, OperationQueue
-from echelon.collectives.shared.peer_socket import PeerSocket
+from echelon.collectives.shared.peers import PeerSocket
 from echelon.launching import PeerLost
 
 _POLL_SECONDS = 0.05  # between polls of the background thread while an operation is unfinished
@@ -40,7 +40,7 @@ class _Waiter:
         self._gate.acquire()
 
     def sleep(self, seconds: float) -> bool:
-        """Whether it was woken in this time."""
+        """Return whether it was woken in this time."""
         return self._gate.acquire(timeout=max(0.0, seconds))
 
     def wake(self) -> None:
@@ -92,7 +92,7 @@ class ProgressLoop:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a forked child: it has no background thread, and the lock may be held forever."""
+        """Return whether this is a forked child: without the thread, and with a lock that may be held."""
         return os.getpid() != self._process
 
     # For callers.
@@ -104,11 +104,13 @@ class ProgressLoop:
                 return failure
             queue.operations.append(operation)
             if self._owner is not None:
+                # The owner may sleep in poll() with no notice to come: it must see the new operation.
                 os.eventfd_write(self._wake_descriptor, 1)
                 return None
             if not queue.starts_at_call:
                 return None
             self._owner = threading.get_ident()
+        # A send that fits the lane is complete after this one pass: its caller may never wait for it.
         self._run(operation.is_over, deadline=0.0)
         return None
 
@@ -145,6 +147,8 @@ class ProgressLoop:
 
     def wake_waiters(self, operation: Operation) -> None:
         """Wake the threads that wait for it."""
+        # Without the lock first, as most operations have no waiter. A waiter that is added just now looks
+        # at its operation again before it sleeps.
         if self._waiters:
             with self._lock:
                 for waiter in self._waiters:
@@ -157,6 +161,8 @@ class ProgressLoop:
             if self._failure is not None:
                 return
             self._failure = error
+            # Callers get the error, and then may free tensors that peers read in place: a peer that finds
+            # the socket closed after its read throws away what it has read (`Link.read`).
             for peer in self._sockets:
                 peer.disconnect()
             os.eventfd_write(self._wake_descriptor, 1)
@@ -167,6 +173,7 @@ class ProgressLoop:
         if self.is_inherited:
             return
         self.fail(PeerLost("the group was closed"))
+        # Garbage collection may call this in the thread that runs the loop, which cannot wait for itself.
         if threading.get_ident() not in (self._owner, self._background_thread.ident):
             self._background_thread.join(_JOIN_SECONDS)
 
@@ -174,6 +181,7 @@ class ProgressLoop:
 
     def _take_loop_or_queue(self, operation: Operation) -> _Waiter | None:
         with self._lock:
+            # After a failure the loop belongs to the background thread, which fails what is unfinished.
             if self._owner is None and self._failure is None:
                 self._owner = threading.get_ident()
                 return None
@@ -184,12 +192,14 @@ class ProgressLoop:
     def _sleep(self, waiter: _Waiter, deadline: float) -> None:
         got_loop = False
         try:
-            # If it was over before it joined the waiters, no one wakes it.
+            # If it was over before it joined the waiters, it is not woken.
             if not waiter.operation.is_over():
                 got_loop = waiter.sleep(deadline - time.monotonic()) and not waiter.operation.is_over()
         finally:
             with self._lock:
                 self._waiters.remove(waiter)
+                # The offer of a free loop may have woken this thread just as its operation was over: the
+                # offer must go on to the next, or all would sleep.
                 if not got_loop:
                     self._offer_loop()
 
@@ -202,6 +212,7 @@ class ProgressLoop:
         """Wake a thread that needs the loop, if it is free; under the lock."""
         if self._owner is not None:
             return
+        # A waiting caller first: the background thread would do its work one switch of threads later.
         if self._failure is None and self._waiters:
             self._waiters[0].wake()
         elif self._failure is not None or self._needs_background():
@@ -227,6 +238,7 @@ class ProgressLoop:
 
     def _advance_all(self, is_enough: Callable[[], bool], deadline: float | None) -> None:
         while self._failure is None:
+            # All queues before each sleep: a notice says that a peer is ready, not which operation it serves.
             for queue in self._queues:
                 if queue.operations and (error := queue.advance()):
                     self._end_queue(queue, error)
@@ -235,16 +247,20 @@ class ProgressLoop:
 
     def _receive_notices(self, deadline: float | None) -> bool:
         """Wait for notices until the deadline; False if none came."""
+        # Rounded up: at 0.4 ms before the deadline a timeout of 0 would spin.
         timeout = None if deadline is None else max(0, math.ceil(1000 * (deadline - time.monotonic())))
         ready = self._poller.poll(timeout)
         for descriptor, _ in ready:
             if descriptor == self._wake_descriptor:
                 os.eventfd_read(self._wake_descriptor)
             elif not self._by_descriptor[descriptor].receive():
+                # A closed socket is readable forever: poll() would never sleep again.
                 self._poller.unregister(descriptor)
         return bool(ready)
 
     def _end_queue(self, queue: OperationQueue, error: Exception) -> None:
+        # Every rank takes part in a collective, so ranks would be out of step from here on. A message has two
+        # ends: the other pairs are not concerned.
         if queue is self._collectives or not isinstance(error, PeerLost):
             self.fail(error)
         else:
@@ -278,6 +294,7 @@ class ProgressLoop:
                 if unfinished and self._owner is None:
                     self._owner = threading.get_ident()
                     return _Task.POLL
+            # The owner may be inside an operation, and copy from memory that `_end` would let go of.
             while self._owner is not None:
                 self._background_call.wait()
             self._owner = threading.get_ident()

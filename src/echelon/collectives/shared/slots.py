@@ -9,18 +9,90 @@ from collections.abc import Collection, Generator, Sequence
 from enum import Enum, IntEnum, auto
 from functools import cached_property
 from mmap import mmap
+from struct import Struct
 from types import coroutine
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from echelon.collectives.mismatch import MismatchError
-from echelon.collectives.shared.header import HEADER_BYTES, PACKED_HEADER, Header
+from echelon.collectives.comparison import MismatchError
+from echelon.collectives.group import Reduction
+from echelon.collectives.shared.tensor_memory import TensorMemory
+
+HEADER_BYTES = 64  # one cache line, so that slots stay aligned for every type
+
+
+class OperationKind(IntEnum):
+    """The operations that go through shared memory."""
+
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+    BROADCAST = 4
+    SEND = 5
+
+
+_REDUCTIONS: list[Reduction | None] = [None, "sum", "mean", "min", "max"]
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Header(NamedTuple):
+    """All integers, so that it can be packed into the slot."""
+
+    number: int  # of the operation in its queue, so that no rank reads the slot of another operation
+    kind: int
+    payload: int
+    dtype: int
+    reduction: int
+    source: int  # of a broadcast, else −1
+    is_direct: int  # 1: readers copy from `address`, not from the slot
+    address: int  # of the writer's tensor
+
+    @classmethod
+    def of(
+        cls,
+        kind: OperationKind,
+        payload: TensorMemory,
+        number: int,
+        *,
+        op: Reduction | None = None,
+        source: int = -1,
+        readable: TensorMemory | None = None,
+    ) -> "Header":
+        """Return the header of operation `number` of its queue; others read `readable` directly, if given."""
+        return cls(
+            number,
+            kind,
+            payload.length,
+            _DTYPE_CODES[payload.dtype],
+            _REDUCTIONS.index(op),
+            source,
+            readable is not None,
+            0 if readable is None else readable.address,
+        )
+
+    def matches(self, other: "Header") -> bool:
+        """Return whether both describe the same operation; each rank's tensor has an address of its own."""
+        return self[:-1] == other[:-1]
+
+    def __str__(self) -> str:
+        name = OperationKind(self.kind).name.lower()
+        dtype = str(_DTYPES[self.dtype]).removeprefix("torch.")
+        reduction = f", {_REDUCTIONS[self.reduction]}" if self.reduction else ""
+        source = f", from rank {self.source}" if self.source >= 0 else ""
+        in_place = ", read in place" if self.is_direct else ""
+        details = reduction + source + in_place
+        return f"{name} of {self.payload} bytes of {dtype}{details} (number {self.number})"
+
+
+PACKED_HEADER = Struct(f"{len(Header._fields)}q")
+assert PACKED_HEADER.size <= HEADER_BYTES
 
 
 class RingShape(NamedTuple):
-    """How many slots a ring has, and how many bytes fit in a slot."""
+    """The number of slots of a ring, and the bytes that fit in one."""
 
     slots: int
     slot_bytes: int
@@ -32,7 +104,7 @@ class RingShape(NamedTuple):
 
     @property
     def free_bytes(self) -> int:
-        """What can be written at least, once everything written before has been read."""
+        """Return what can be written at least, once everything written before has been read."""
         return (self.slots - self.slots_per_release + 1) * self.slot_bytes
 
     @property
@@ -72,7 +144,7 @@ class Wait(Enum):
 
 
 def region_bytes(size: int) -> int:
-    """The bytes that each of `size` ranks shares."""
+    """Return the bytes that each of `size` ranks shares."""
     return COLLECTIVE.ring_bytes + size * LANE.ring_bytes
 
 
@@ -84,7 +156,7 @@ class Slot(NamedTuple):
 
 
 class Ring:
-    """The slots of one ring in a mapped region. Turn n is in slot n modulo the number of slots."""
+    """The slots of one ring in a mapped region. Piece n is in slot n modulo the number of slots."""
 
     def __init__(self, region: mmap, start: int, shape: RingShape) -> None:
         stride = HEADER_BYTES + shape.slot_bytes
@@ -92,8 +164,8 @@ class Ring:
         self._region = region
         self._starts = [start + index * stride for index in range(shape.slots)]
 
-    def slot(self, turn: int) -> Slot:
-        return self._slots[turn % self.shape.slots]
+    def slot(self, piece: int) -> Slot:
+        return self._slots[piece % self.shape.slots]
 
     @cached_property  # most rings of a large group are never used
     def _slots(self) -> list[Slot]:
@@ -105,11 +177,11 @@ class Ring:
             ]
         return [Slot(memory, memory.data_ptr()) for memory in memories]
 
-    def header(self, turn: int) -> Header:
-        return Header._make(PACKED_HEADER.unpack_from(self._region, self._starts[turn % self.shape.slots]))
+    def header(self, piece: int) -> Header:
+        return Header._make(PACKED_HEADER.unpack_from(self._region, self._starts[piece % self.shape.slots]))
 
-    def set_header(self, turn: int, header: Header) -> None:
-        PACKED_HEADER.pack_into(self._region, self._starts[turn % self.shape.slots], *header)
+    def set_header(self, piece: int, header: Header) -> None:
+        PACKED_HEADER.pack_into(self._region, self._starts[piece % self.shape.slots], *header)
 
 
 def collective_ring(region: mmap) -> Ring:
@@ -125,26 +197,28 @@ class RingWriter:
 
     def __init__(self, ring: Ring, readers: Sequence[Peer], *, wrote: Notice, read: Notice) -> None:
         self._ring, self._readers, self._wrote, self._read = ring, readers, wrote, read
-        self._turn = 0
+        self._num_pieces = 0
 
     async def slot(self) -> Slot:
-        """The next slot to write, once every reader has read its earlier content."""
-        await self._until_read(self._turn + 1 - self._ring.shape.slots)
-        return self._ring.slot(self._turn)
+        """Return the next slot to write, once every reader has read its earlier content."""
+        await self._until_read(self._num_pieces + 1 - self._ring.shape.slots)
+        return self._ring.slot(self._num_pieces)
 
     async def all_read(self, wait: Wait = Wait.FOR_NEXT_STEP) -> None:
         """Return when everything written has been read. The readers must release the last slot `now`."""
-        await self._until_read(self._turn, wait)
+        await self._until_read(self._num_pieces, wait)
 
     def publish(self, header: Header) -> None:
         """Give the slot to the readers."""
-        self._ring.set_header(self._turn, header)
-        self._turn += 1
+        # The header is written before the notice is sent, and a socket orders memory accesses: a reader that
+        # has the notice sees the header and the bytes of its slot.
+        self._ring.set_header(self._num_pieces, header)
+        self._num_pieces += 1
         for reader in self._readers:
             reader.notify(self._wrote, 1)
 
-    async def _until_read(self, turns: int, wait: Wait = Wait.FOR_NEXT_STEP) -> None:
-        while late := [reader for reader in self._readers if reader.num_received(self._read) < turns]:
+    async def _until_read(self, pieces: int, wait: Wait = Wait.FOR_NEXT_STEP) -> None:
+        while late := [reader for reader in self._readers if reader.num_received(self._read) < pieces]:
             for reader in late:
                 reader.raise_if_lost()
             await _pause(wait)
@@ -155,31 +229,31 @@ class RingReader:
 
     def __init__(self, ring: Ring, writer: Peer, *, wrote: Notice, read: Notice) -> None:
         self._ring, self._writer, self._wrote, self._read = ring, writer, wrote, read
-        self._turn = 0
+        self._num_pieces = 0
         self._num_unreported = 0  # slots released here, of which the writer does not know yet
 
     def slot(self) -> Slot:
-        """The next slot, which must be written."""
-        return self._ring.slot(self._turn)
+        """Return the next slot, which must be written."""
+        return self._ring.slot(self._num_pieces)
 
     def address(self) -> int:
-        """The address of the writer's tensor in the next slot, which must be written."""
-        return self._ring.header(self._turn).address
+        """Return the address of the writer's tensor in the next slot, which must be written."""
+        return self._ring.header(self._num_pieces).address
 
     def release(self, *, now: bool = False) -> None:
         """Give the slot back to the writer; `now` notifies it at once, else together with others."""
-        self._turn += 1
+        self._num_pieces += 1
         self._num_unreported += 1
         if now or self._num_unreported == self._ring.shape.slots_per_release:
             self._writer.notify(self._read, self._num_unreported)
             self._num_unreported = 0
 
     def is_written(self, expected: Header) -> bool:
-        """Whether the next slot is written; raise if it does not match, or if the writer is lost."""
-        if self._writer.num_received(self._wrote) <= self._turn:
+        """Return whether the next slot is written; raise if it does not match, or if the writer is lost."""
+        if self._writer.num_received(self._wrote) <= self._num_pieces:
             self._writer.raise_if_lost()
             return False
-        header = self._ring.header(self._turn)
+        header = self._ring.header(self._num_pieces)
         if not header.matches(expected):
             raise MismatchError(
                 f"rank {self._writer.rank} passed {header} where {expected} was expected: all ranks must "

@@ -9,9 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
-from echelon.collectives.shared.header import Header, OperationKind
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import COLLECTIVE, LANE, RingReader, Slot, all_written
+from echelon.collectives.shared.slots import (
+    COLLECTIVE,
+    LANE,
+    Header,
+    OperationKind,
+    RingReader,
+    Slot,
+    all_written,
+)
 from echelon.collectives.shared.tensor_memory import (
     TensorMemory,
     copy_bytes,
@@ -55,20 +62,20 @@ async def _all_reduce_in_one_pass(link: Link, flat: Tensor, op: Reduction) -> No
 
 
 async def _all_reduce_by_parts(link: Link, flat: Tensor, op: Reduction) -> None:
-    """Each piece takes two turns: all ranks' parts for the others, then each rank's part of the result."""
+    """Each piece takes two steps: all ranks' parts for the others, then each rank's part of the result."""
     room = _elements_per_peer(link, flat)
     parts = [piece.tensor_split(link.size) for piece in flat.split(room * link.size)]
 
-    def write(turn: int, slot: Slot) -> None:
-        index, is_result = divmod(turn, 2)
+    def write(step: int, slot: Slot) -> None:
+        index, is_result = divmod(step, 2)
         own_part = parts[index][link.rank]
         if is_result:
             view_like(slot.memory, own_part).copy_(own_part)
         else:
             _write_parts(link, parts[index], slot, room)
 
-    def read(turn: int, slots: Mapping[int, Slot]) -> None:
-        index, is_result = divmod(turn, 2)
+    def read(step: int, slots: Mapping[int, Slot]) -> None:
+        index, is_result = divmod(step, 2)
         own_part = parts[index][link.rank]
         if not is_result:
             _reduce(link, _parts_for_this_rank(link, slots, own_part, room), own_part, own_part, op)

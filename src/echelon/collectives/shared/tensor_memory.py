@@ -1,6 +1,8 @@
 """The memory of tensors, without autograd, and the reduction of all ranks' parts in it."""
 
 import ctypes
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,7 +50,7 @@ class TensorMemory(NamedTuple):
 
 
 def flat_alias(tensor: Tensor) -> Tensor:
-    """A flat tensor over the same memory, without the autograd and inference state of `tensor`.
+    """Return a flat tensor over the same memory, without the autograd and inference state of `tensor`.
 
     Like a backend we write into memory, not into a node of the graph: the version counter stays. The memory
     lives as long as the alias or a view of it, also after `tensor.data = …`.
@@ -84,3 +86,37 @@ def reduce_in_rank_order(
         total = COMBINE[op](total, fetch(rank, incoming), out=destination)
     if op == "mean":
         output.div_(size)
+
+
+_PR_SET_PTRACER = 0x59616D61  # from linux/prctl.h
+
+
+class _IoVector(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the interpreter's lock
+
+
+def let_siblings_read() -> None:
+    """Allow the other children of our parent, which are the ranks, to read this process.
+
+    Yama (on Ubuntu, for example) forbids that by default.
+    """
+    if sys.platform == "linux" and os.getppid() > 1:  # under process 1 every process would be a sibling
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+def read_memory(process: int, address: int, destination: int, length: int) -> None:
+    """Copy `length` bytes at `address` of `process` to `destination`, an address of this process."""
+    num_copied = 0
+    while num_copied < length:
+        local = _IoVector(destination + num_copied, length - num_copied)
+        remote = _IoVector(address + num_copied, length - num_copied)
+        result = _libc.process_vm_readv(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if result <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        num_copied += result

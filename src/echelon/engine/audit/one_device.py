@@ -10,20 +10,22 @@ Where whole weights and gradients do not fit there, weights come and go while it
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
-from echelon.collectives.alone import alone
+from echelon.collectives.group import alone
 from echelon.engine.audit.gradient_comparison import Take, share_gradients
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.audit.weight_stream import WeightStream
 from echelon.errors import UserError
-from echelon.nn.free_memory import reason_not_to_take
+from echelon.quantities import show_bytes
 from echelon.state.assembly import Assembly
 from echelon.state.ownership import VALUE, OwnedSlice
 
@@ -74,8 +76,8 @@ class OneDevice:
         form, device, dtype = self.reference.form, self.reference.device, self.reference.dtype
         missing = form.missing(device) if self._agreement.rank == 0 else []
         needed, streamed = form.num_bytes(missing, dtype), form.streamed_bytes(missing, dtype)
-        is_large = bool(reason_not_to_take(needed, "whole weights and gradients", device))
-        reason = reason_not_to_take(streamed, "weights and gradients of one layer", device)
+        is_large = bool(_reason_not_to_take(needed, "whole weights and gradients", device))
+        reason = _reason_not_to_take(streamed, "weights and gradients of one layer", device)
         self._missing, is_large, reason = self._agreement.gather([missing, is_large, reason])[0]
         if is_large and reason:
             raise CannotCompareError(reason)
@@ -233,3 +235,27 @@ def _together() -> Iterator[None]:
 
 def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes that this process could still take, with those that torch keeps of a CUDA device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    table = Path("/proc/meminfo")
+    if table.exists():
+        for line in table.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _reason_not_to_take(needed: int, content: str, device: torch.device) -> str:
+    """Say why an audit should not take so many bytes; empty if it may."""
+    free = _free_bytes(device)
+    if 2 * needed <= free:
+        return ""
+    return (
+        f"{content} take {show_bytes(needed)} on rank 0, which has {show_bytes(free)} free, half of it for "
+        "the audit"
+    )

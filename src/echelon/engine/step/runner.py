@@ -6,7 +6,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
 from echelon.engine.step.feed import Feed, Scope, Upload
 from echelon.engine.step.losses import Losses
-from echelon.engine.step.metrics import Measure, Measuring
+from echelon.engine.step.metrics import Evaluation, Measure, Measuring, agree_on_means
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime import Interpreter, Microbatch, Script, Versions, Wire
@@ -47,6 +47,7 @@ class StepRunner(ABC):
 
     def __init__(self, setup: Setup, balance: Balance | None = None) -> None:
         self._mesh, self._local, self._update = setup.mesh, setup.local, setup.update
+        self._model = setup.model
         self._layers, self._scopes, self.observers = setup.layers, setup.scopes, setup.observers
         self._balance = balance
         plan, program = self._mesh.plan, self._local.program
@@ -145,15 +146,24 @@ class StepRunner(ABC):
 
     # Passes without an update.
 
-    def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tally of what this rank computed the loss of, and (total, count) of what was measured there."""
-        feed = self.feed.of_evaluation(batch)
-        measuring = Measuring(measure)
+    def evaluate(self, batch: Batch, measure: Measure | None, modules: Sequence[nn.Module]) -> Evaluation:
+        """Take a batch forward with all `modules` in evaluation mode. Ranks agree on the result."""
+        feed, measuring = self.feed.of_evaluation(batch), Measuring(measure)
+        modes = [module.training for module in modules]
         self.observers.add(measuring)
         try:
-            return self._run(self.forward_script(len(feed)), feed), measuring.sums
+            self._model.train(False)  # which a model may override
+            for module in modules:
+                module.training = False
+            tally = self._run(self.forward_script(len(feed)), feed)
         finally:
             self.observers.remove(measuring)
+            for module, training in zip(modules, modes, strict=True):
+                module.training = training
+        loss, counted = self._update.agree(tally)
+        group, device = self._mesh.group("all"), self._mesh.device
+        measured = None if measure is None else agree_on_means(measuring.sums, group, device)
+        return Evaluation(loss / counted, round(counted), measured)
 
     def differentiate(self, batch: Batch, step: int, scope: Scope) -> Tensor:
         """Run the passes of a step on some samples, without its update, and with nothing of gates; returns

@@ -1,13 +1,11 @@
 """One training step, from top to bottom.
 
-    Step.train            read the batch, audit it if it is due, count the step, return its metrics
-    FlushedRunner         start → feed → run the program → numbers
-        the program       FORWARD, loss, BACKWARD of each microbatch, messages between stages: interpreter.py
-                          REDUCE: gradients are summed over replicas (parallel/data, behind the backward pass)
-        norm, update,     what its last instructions mean: one norm over all ranks, the optimizer, new weights
-        publish           to all ranks (update/)
-
-PipeDream schedules, whose steps overlap, have a runner of their own: continuous.py.
+Step.train            read the batch, audit it if it is due, count the step, return its metrics
+FlushedRunner         start → feed → run the program → numbers
+    the program       FORWARD, loss, BACKWARD of each microbatch, messages between stages: interpreter.py
+                      REDUCE: gradients are summed over replicas (parallel/data, behind the backward pass)
+    norm, update,     what its last instructions mean: one norm over all ranks, the optimizer, new weights
+    publish           to all ranks (update/). PipeDream schedules have a runner of their own: continuous.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.audit.audit_batch import GivenBatch
@@ -169,9 +167,9 @@ class FlushedRunner(StepRunner):
 
     def _pass_program(self, number: int) -> Program:
         """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
-        if number == self._local.program.microbatches:
-            return self._local.program
-        return step_program(self._mesh.plan, ties=False, microbatches=number)
+        program = self._local.program
+        is_whole = number == program.microbatches
+        return program if is_whole else step_program(self._mesh.plan, ties=False, microbatches=number)
 
     # The end of the program.
 
@@ -183,8 +181,8 @@ class FlushedRunner(StepRunner):
 
     def publish(self) -> None:
         self._buffers.restore(self._update.undoes)
-        is_rehearsed = self._update.units is not None and self._update.units.rehearsal is not None
-        if not is_rehearsed:
+        units = self._update.units
+        if units is None or units.rehearsal is None:
             self.observers.tell("after_update", self._update.skips)
         super().publish()
 
@@ -217,7 +215,9 @@ class FlushedRunner(StepRunner):
             return
         # Their messages have another form: nothing wants a gradient. A model may change its inputs.
         copies = {
-            number: each._replace(form="statistics " + each.form, inputs=_copied(each.inputs))
+            number: each._replace(
+                form="statistics " + each.form, inputs=tree_map_only(Tensor, torch.clone, each.inputs)
+            )
             for number, each in feed.items()
         }
         with torch.no_grad(), self._no_side_effects():
@@ -247,7 +247,3 @@ class FlushedRunner(StepRunner):
 
     def buffer_copies(self) -> list[Tensor]:
         return self._buffers.storages()
-
-
-def _copied(structure: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from typing import final
 
 from echelon.errors import UserError
-from echelon.update.nonfinite import NonfiniteError
+from echelon.update.nonfinite import NonfiniteError, NonfiniteRule
 from echelon.update.numbers import Outcome, StepNumbers
+from echelon.update.precision import LossScaling
 
 MOST_SKIPPED = 20  # steps in a row at the smallest loss scale
 
@@ -39,6 +40,11 @@ class StepCounter:
         self._smallest_scale, self._skips_steps = smallest_scale, skips_steps
         self._most_skipped = most_skipped
         self._unchecked: deque[StepNumbers] = deque()
+
+    @classmethod
+    def of(cls, scaling: LossScaling | None, rule: NonfiniteRule, *, flushes: bool) -> "StepCounter":
+        smallest = 1.0 if scaling is None else scaling.smallest
+        return cls(smallest_scale=smallest, skips_steps=flushes, most_skipped=rule.most_skipped)
 
     @property
     def is_near_limit(self) -> bool:

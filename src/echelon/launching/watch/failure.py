@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
+from echelon.launching.channel import pack, unpack
 from echelon.launching.errors import PeerLost
-from echelon.launching.messages.transport import pack, unpack
 
 # In a RuntimeError of gloo, or of the sockets below it, these words mean that the other side is gone.
 _PEER_WORDS = (
@@ -54,12 +54,12 @@ class Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure to report: of the likeliest kind, the earliest."""
+    """Return the failure to report: of the likeliest kind, the earliest."""
     return min(failures, key=lambda failure: (failure.kind, failure.stamp))
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
-    """The failure of a rank whose function raised `error`; made in the rank, while it handles the error."""
+    """Return the failure of a rank whose function raised `error`; called in the rank's `except`."""
     text = "".join(tracebacks.format_exception(error))
     if isinstance(error, SystemExit):
         return Failure(rank, Kind.DIED, f"called sys.exit({error.code!r}) before it finished", text)
@@ -72,7 +72,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
-    """The failure of a rank whose process ended."""
+    """Return the failure of a rank whose process ended."""
     reason = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
     reason += " while it started" if while_starting else " before it finished"
     if -code == signal.SIGKILL:
@@ -83,12 +83,12 @@ def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether `error`, or one of its causes, means that another rank was lost."""
+    """Return whether `error`, or one of its causes, means that another rank was lost."""
     return any(_means_peer_lost(each) for each in _chain(error))
 
 
 def full_disk_error(error: BaseException) -> UserError | None:
-    """That the disk of temporary files is full, where ranks meet; None for another error."""
+    """Return the error that the disk of temporary files, where ranks meet, is full; None for other errors."""
     if not any(_NO_SPACE in str(each) and "Store" in type(each).__name__ for each in _chain(error)):
         return None
     return UserError(

@@ -8,6 +8,9 @@ A rank writes to it with `beat`, `start_step`, `finish_step`, `at_instruction`, 
 import ctypes
 import mmap
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +30,7 @@ class _Slot(ctypes.Structure):
 
 
 class Pulse(NamedTuple):
-    """What one rank's slot held: numbers of beats and operations, the name of the last operation, the
+    """The content of one rank's slot: numbers of beats and operations, the name of the last operation, the
     instruction of the step's program that the rank's host is at ('' outside a step), and the last step that
     it began (1 is the first, 0: none), which it may be in."""
 
@@ -41,7 +44,7 @@ class Pulse(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether the rank is inside an operation with other ranks."""
+        """Return whether the rank is inside an operation with other ranks."""
         return self.entered > self.left
 
 
@@ -49,7 +52,7 @@ _slot: _Slot | None = None
 
 
 def has_slot() -> bool:
-    """Whether anybody looks for signs of life of this process."""
+    """Return whether signs of life of this process are read."""
     return _slot is not None
 
 
@@ -108,7 +111,7 @@ class Board:
         self._slots = [_open_slot(path, rank) for rank in range(ranks)]
 
     def read(self) -> list[Pulse]:
-        """What every slot holds now, in rank order."""
+        """Return the pulses of all ranks, in rank order."""
         return [_read(slot) for slot in self._slots]
 
 
@@ -125,7 +128,7 @@ def take_private_slot() -> None:
 
 
 def read_own() -> Pulse:
-    """What this process has noted."""
+    """Return the pulse of this process."""
     return _read(_slot or _Slot())
 
 
@@ -138,3 +141,39 @@ def _open_slot(path: Path, rank: int) -> _Slot:
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     return _Slot.from_buffer(memory, rank * ctypes.sizeof(_Slot))  # keeps the mapping alive
+
+
+_PERIOD_SECONDS = 0.25
+
+
+@contextmanager
+def host_work(name: str) -> Iterator[None]:
+    """Inside, this thread works alone, for as long as it takes: at 'the sample'.
+
+    A second thread beats for it while it uses the processor, and names it where ranks are listed. Work that
+    waits for a disk or a lock which never comes is silent, and found as a hang. Not for work that waits for a
+    device: that uses the processor too.
+    """
+    if not has_slot():
+        yield
+        return
+    done = threading.Event()
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    watcher = threading.Thread(target=_beat_while_busy, args=(clock, done), name="echelon-beat", daemon=True)
+    at_instruction(name)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        at_instruction("")
+
+
+def _beat_while_busy(clock: int, done: threading.Event) -> None:
+    last = time.clock_gettime(clock)
+    while not done.wait(_PERIOD_SECONDS):
+        now = time.clock_gettime(clock)
+        if now > last and not read_own().waits:
+            beat()
+        last = now

@@ -5,127 +5,38 @@ over connections of their own: the main thread may wait in the store, and nothin
 
     every second      each rank adds 1 to `signs` if it has done something since, and 1 to its own heart beat;
                       it reads `signs`, and the heart beat of the next rank
-    alarm             by a rank that waits for others (in an operation, or for its GPU) while `signs` stands
-                      still for `deadline` seconds; by the rank before one whose heart stands still; by a
-                      rank that raises an error and ends
+    alarm             by a rank that waits for others (in an operation, or for its GPU) while `signs` does
+                      not change for `deadline` seconds; by the rank before one whose heart does not beat;
+                      by a rank that raises an error and ends
     after an alarm    each rank says where it is, reads what the others said, prints one report, and ends,
                       when all have printed, or a few seconds later
 
 A rank that works outside any operation, as long as it likes, raises no alarm: only one that waits for it.
+The watchdog starts when its process joins the ranks of torchrun, and retires when it leaves them.
 """
 
+import atexit
 import contextlib
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import PurePath
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not marked so
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not marked so
 
-from echelon.launching.watch.deadline import VARIABLE
-from echelon.launching.watch.hang import describe, rank_to_blame
+from echelon.launching.watch import pulse
+from echelon.launching.watch.failure import is_peer_error
+from echelon.launching.watch.hang import Ending, Findings, report_text
 from echelon.launching.watch.pulse import Pulse
-
-# What every rank prints before its watchdog ends it: which rank blocks the others, and where each one is.
-
-_SILENT = "gives no answer: its process or its host is gone, or its interpreter is blocked"
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a rank left the job before the others were told to end; `reason` follows 'rank 3 …'."""
-
-    reason: str
-    has_failed: bool = False
-    lost_peer: bool = False  # it failed because another rank was gone
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What is known of the ranks of a job that ends: each has answered, has ended before, or neither."""
-
-    reason: str  # 'no rank gave a sign of life for 2 s'
-    ranks: int
-    pulses: Mapping[int, Pulse]
-    frames: Mapping[int, str]  # where the hosts are ('in load (data.py:31)')
-    endings: Mapping[int, Ending]
-
-    def states(self) -> list[str]:
-        """What each rank does, in words."""
-        return [self._state(rank) for rank in range(self.ranks)]
-
-    def to_blame(self) -> tuple[int, str]:
-        """The rank that the others seem to wait for, and why ('rank 1 …').
-
-        First comes a rank that failed, then one that is silent, then one that failed because it lost a peer,
-        then whom `rank_to_blame` finds by the pulses.
-        """
-        failed = [rank for rank, ending in sorted(self.endings.items()) if ending.has_failed]
-        causes = [rank for rank in failed if not self.endings[rank].lost_peer]
-        known = {*self.pulses, *self.endings}
-        silent = [rank for rank in range(self.ranks) if rank not in known]
-        states = self.states()
-        for rank in (*causes, *silent, *failed):
-            return rank, states[rank]
-        pulses = [self.pulses.get(rank, Pulse(0, 0, 0, "")) for rank in range(self.ranks)]
-        return rank_to_blame(pulses, self.endings, states)
-
-    def _state(self, rank: int) -> str:
-        if rank in self.endings:
-            return self.endings[rank].reason
-        if rank in self.pulses:
-            return describe(self.pulses[rank], returned=False, frame=self.frames.get(rank, ""))
-        return _SILENT
-
-
-def report_text(findings: Findings, reporter: int, stacks: Mapping[int, str], exit_code: int) -> str:
-    """What rank `reporter` prints; `stacks` has its own and that of the rank to blame."""
-    rank, why = findings.to_blame()
-    # A failure is the reason itself.
-    reason = "" if findings.reason.startswith(f"rank {rank} {why}") else f"; {findings.reason}"
-    lines = [f"echelon, rank {reporter}: rank {rank} {why}{reason}", *_by_state(findings.states())]
-    for each, stack in stacks.items():
-        lines += ["", f"stack of rank {each}:", stack.rstrip()]
-    lines += ["", f"echelon, rank {reporter}: ends with exit code {exit_code}. {_advice(findings)}"]
-    return "\n".join(lines) + "\n"
-
-
-def _advice(findings: Findings) -> str:
-    if any(ending.has_failed for ending in findings.endings.values()):
-        return "The cause is the error of the rank that failed."
-    return (
-        f"If the ranks do not hang but work longer than that, set {VARIABLE}=SECONDS (or none), or call "
-        "echelon.launching.beat() in long work. debug=true in the plan finds ranks that call different "
-        "operations."
-    )
-
-
-def _by_state(states: Sequence[str]) -> list[str]:
-    """'  ranks 0, 2-5 wait in …': one line for all ranks that do the same."""
-    ranks: dict[str, list[int]] = {}
-    for rank, state in enumerate(states):
-        ranks.setdefault(state, []).append(rank)
-    return [
-        f"  rank {same[0]} {state}" if len(same) == 1 else f"  ranks {_runs(same)}, each: {state}"
-        for state, same in ranks.items()
-    ]
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """'0, 2-5'"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
 
 EXIT_CODE = 1
 
@@ -179,14 +90,14 @@ class Watchdog:
 
     @property
     def period(self) -> float:
-        """How long until the next look."""
+        """Return the seconds until the next check."""
         return max(min(self._deadline / 10, 1.0), self._ranks / _RANKS_PER_SECOND)
 
     def start(self) -> None:
         self._thread.start()
 
     def leave(self) -> None:
-        """This rank is done, and needs nobody any more; may be called twice."""
+        """Leave the job: this rank is done; may be called twice."""
         self._retire(Ending("has ended"))
 
     def fail(self, reason: str, *, lost_peer: bool = False) -> None:
@@ -219,14 +130,14 @@ class Watchdog:
                 elif self._is_alarmed():
                     self._report()
                     return
-        except RuntimeError as error:  # of the store; whoever held it has ended, and the others with it
+        except RuntimeError as error:  # of the store; the rank that held it has ended, and the others with it
             if not self._stop.is_set() and not self._is_over():
                 self._end_with(
                     Findings(f"the store of the job is gone: {error}", self._ranks, *self._own(), {})
                 )
 
     def _is_alarmed(self) -> bool:
-        """Give and read signs of life; whether somebody has raised the alarm, or must."""
+        """Give and read signs of life; return whether an alarm is raised, also by this rank."""
         pulse, now = self._read_pulse(), time.monotonic()
         signs = self._store.add("signs", int(pulse != self._last_pulse))
         self._last_pulse = pulse
@@ -301,7 +212,7 @@ class Watchdog:
         for call in self.when_ended:
             with contextlib.suppress(Exception):
                 call(findings.reason)
-        with contextlib.suppress(RuntimeError):  # whoever ends first takes the others with it
+        with contextlib.suppress(RuntimeError):  # the rank that ends first takes the others with it
             self._store.add("printed", 1)
             self._await(lambda: self._count("printed") >= self._count("answered"), _ANSWER_SECONDS)
             if any(ending.has_failed for ending in findings.endings.values()):
@@ -349,3 +260,100 @@ def _flush() -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+_numbers = itertools.count()  # keeps the keys of one watchdog in a store apart from those of the next
+_watchdog: Watchdog | None = None
+_watched: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+@contextmanager
+def watching_joining_ranks(store: Store, rank: int, ranks: int, deadline: float | None) -> Iterator[None]:
+    """Start this rank's watchdog; the process group of the world is joined inside.
+
+    torch would abort a rank whose NCCL watchdog is stuck for 8 minutes. This one must find the ranks alive
+    when the deadline has passed, to name what each one waits for.
+    """
+    if ranks > 1 and deadline is not None:
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        _start(store, rank, ranks, deadline, is_joining=True)
+    pulse.enter_operation("join all")
+    try:
+        yield
+    finally:
+        pulse.leave_operation()
+    _watch_world_of_now()
+    if _watchdog is not None:
+        _watchdog.is_joining = False
+
+
+def watch_world(deadline: float | None) -> None:
+    """Start a watchdog over a process group that is initialised already, if it has none."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world.size() == 1 or deadline is None or (_watched is not None and _watched() is world):
+        return
+    _start(dist.distributed_c10d._get_default_store(), world.rank(), world.size(), deadline)
+    _watch_world_of_now()
+
+
+def when_ended(call: WhenEnded) -> None:
+    """Let this rank's watchdog, if there is one, call this with the reason before it ends the process."""
+    if _watchdog is not None:
+        _watchdog.when_ended.append(call)
+
+
+def report_failure(reason: str) -> None:
+    """This process ends with an error ('raised KeyError …'): the others must not wait for it."""
+    if _watchdog is not None:
+        _watchdog.fail(reason)
+
+
+def _start(store: Store, rank: int, ranks: int, deadline: float, *, is_joining: bool = False) -> None:
+    global _watchdog, _watched
+    if _watchdog is None:
+        atexit.register(_retire)
+    else:
+        _watchdog.leave()
+    pulse.take_private_slot()
+    # A connection of its own: the main thread may wait in the store for as long as it takes.
+    own = PrefixStore(f"echelon/watchdog/{next(_numbers)}", store.clone())  # type: ignore[attr-defined]
+    _watched = None
+    _watchdog = Watchdog(
+        own, rank, ranks, deadline, pulse.read_own, is_device_busy=_is_device_busy, is_over=_is_over
+    )
+    _watchdog.is_joining = is_joining
+    _watchdog.start()
+
+
+def _watch_world_of_now() -> None:
+    global _watched
+    world = dist.group.WORLD
+    _watched = None if world is None else weakref.ref(world)
+
+
+def _is_over() -> bool:
+    """Return whether the user has left the process group, and may do anything for any time."""
+    return _watched is not None and (_watched() is None or _watched() is not dist.group.WORLD)
+
+
+def _is_device_busy() -> bool:
+    """Return whether kernels are not done: over NCCL the device waits for other ranks, not the host."""
+    return torch.cuda.is_initialized() and not torch.cuda.default_stream(_device()).query()
+
+
+def _device() -> torch.device:
+    world = dist.group.WORLD
+    bound = None if world is None else world.bound_device_id
+    return bound or torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+def _retire() -> None:
+    """At exit: tell the others whether it is with an error."""
+    assert _watchdog is not None
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        _watchdog.leave()
+    else:
+        headline = "".join(traceback.format_exception_only(error)).strip()
+        _watchdog.fail(f"raised {headline}", lost_peer=is_peer_error(error))

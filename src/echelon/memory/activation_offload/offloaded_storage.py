@@ -125,12 +125,12 @@ class OffloadedStorage:
 
     @property
     def is_stored(self) -> bool:
-        """Whether a copy to the host has begun."""
+        """Return whether a copy to the host has begun."""
         return self._host is not None
 
     @property
     def is_here(self) -> bool:
-        """Whether it takes memory of the device."""
+        """Return whether it takes memory of the device."""
         return self._memory is not None
 
     def store(self, piece: SharedPiece, begin: int) -> None:

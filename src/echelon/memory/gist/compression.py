@@ -29,7 +29,7 @@ class Memory:
         self._reference = storage._weak_ref()
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether the values of a tensor at this address are still those."""
+        """Return whether the values of a tensor at this address are still those."""
         return self._version == tensor._version
 
     def __del__(self) -> None:
@@ -119,7 +119,7 @@ class Compression:
 
 
 def is_encoded(tensor: Tensor) -> bool:
-    """Whether a tensor is large enough, and a plain one of real numbers."""
+    """Return whether a tensor is large enough, and a plain one of real numbers."""
     smallest = SMALLEST["cpu"] if tensor.is_cpu else SMALLEST["cuda"]
     if tensor.nbytes < smallest or type(tensor) is not Tensor or not tensor.is_floating_point():
         return False

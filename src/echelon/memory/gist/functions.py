@@ -113,7 +113,7 @@ def avg_pool2d(x: Tensor, module: nn.AvgPool2d, compression: Compression) -> Ten
 
 
 def _applies(x: Tensor) -> bool:
-    """Whether autograd would save something that is large."""
+    """Return whether autograd would save something that is large."""
     return x.requires_grad and torch.is_grad_enabled() and not is_off() and is_encoded(x)
 
 
@@ -198,7 +198,7 @@ class CompressedModule(Wrapper, Maker):
 
 
 def can_compress(module: nn.Module) -> bool:
-    """Whether it is called as torch's own."""
+    """Return whether it is called as torch's own."""
     kind = next((kind for kind in (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d) if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or replaced_forward(module) is not None:
         return False

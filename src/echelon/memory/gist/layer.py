@@ -173,7 +173,7 @@ class Saver:
         return _Encoded(encoding, layout)
 
     def _is_exact(self, tensor: Tensor, address: int) -> bool:
-        """Whether these numbers must not be rounded."""
+        """Return whether these numbers must not be rounded."""
         if self._compression.format is None or address in self._exact:
             return address in self._exact
         if is_power(tensor):
@@ -214,12 +214,12 @@ _OPERATIONS: Final = ("SoftmaxBackward", "LogsumexpBackward", "LogcumsumexpBackw
 
 
 def is_few(tensor: Tensor, num: int) -> bool:
-    """Whether the memory of a tensor is small beside `num` numbers."""
+    """Return whether the memory of a tensor is small beside `num` numbers."""
     return FEWER * tensor.untyped_storage().nbytes() <= num * tensor.element_size()
 
 
 def is_power(tensor: Tensor) -> bool:
-    """Whether the operation that made a tensor computes with its result again."""
+    """Return whether the operation that made a tensor computes with its result again."""
     made_by = tensor.grad_fn
     return made_by is not None and _is_listed(made_by.name())
 

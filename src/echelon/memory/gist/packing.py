@@ -31,7 +31,7 @@ def flatten(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 def shares_elements(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of an expanded one."""
+    """Return whether elements of a tensor share memory, as those of an expanded one."""
     return tensor.nbytes > tensor.untyped_storage().nbytes()
 
 

@@ -133,8 +133,9 @@ class BudgetedStage(LayerRuns):
         return output
 
     def _goes_on(self, measured: StagePass, place: int) -> bool:
-        """Whether a layer belongs to the segment before it: segments of single layers would keep too many
-        inputs, and this one does not yet save half of the budget. Later layers are mostly as the last."""
+        """Return whether a layer belongs to the segment before it: segments of single layers would keep too
+        many inputs, and this one does not yet save half of the budget. Later layers are mostly as the
+        last."""
         if not measured.segments or measured.segments[-1][1] != place:
             return False
         begin, _ = measured.segments[-1]

@@ -297,6 +297,7 @@ class LayerCall:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         history = self.layer.history
+        # Both before the forward: it may draw random numbers and change buffers.
         self._surroundings = Surroundings(history.modules, self._settings)
         buffers = history.buffers.before(self._mode)
         with self._tape.record():
@@ -331,7 +332,7 @@ class LayerCall:
             yield
 
     def compare(self, output: Any, check: SecondRunCheck) -> bool:
-        """Whether as many tensors were returned; their values are compared at the end of the step."""
+        """Return whether as many tensors were returned; their values are compared at the end of the step."""
         if self._print is None:
             return True
         again = OutputPrint(output)

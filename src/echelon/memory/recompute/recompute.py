@@ -97,8 +97,8 @@ def divide(layers: Sequence[T], recompute: str) -> list[list[T]]:
 
 
 def backward_follows(program: Program, stage: int) -> bool:
-    """Whether the backward pass of each microbatch through `stage` follows its forward pass at once: what its
-    last layers save is needed then, and nothing is gained if it is dropped."""
+    """Return whether the backward pass of each microbatch through `stage` follows its forward pass at once:
+    what its last layers save is needed then, and nothing is gained if it is dropped."""
     if stage != program.stages - 1:
         return False
     for rank in program.placement[stage]:

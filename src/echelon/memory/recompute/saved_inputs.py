@@ -41,7 +41,7 @@ class SavedInputs(Protocol):
     def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> Kept: ...
 
     def keeps_memory(self, tensor: Tensor, argument: ArgumentName) -> bool:
-        """Whether `keep` will hold the very memory of the tensor: then autograd may save it too."""
+        """Return whether `keep` will hold the very memory of the tensor: then autograd may save it too."""
 
     def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:
         """Return the bytes that `keep` will hold."""

@@ -107,7 +107,7 @@ class _Autocast(NamedTuple):
 
 
 class _Modes(NamedTuple):
-    """Whether each module is in training mode, and how often old spectral norms iterate."""
+    """The training mode of each module, and how often old spectral norms iterate."""
 
     training: list[bool]
     iterations: dict[SpectralNorm, int]
@@ -155,7 +155,7 @@ class OutputPrint:
         ]
 
     def is_comparable(self, other: "OutputPrint") -> bool:
-        """Whether both are of as many tensors, and of as many that are measured."""
+        """Return whether both are of as many tensors, and of as many that are measured."""
         return (len(self._bits), len(self._measures)) == (len(other._bits), len(other._measures))
 
     def differs(self, other: "OutputPrint") -> list[Tensor]:

@@ -102,7 +102,7 @@ class _Memory:
         self.output, self.kept = output, kept
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it is that of the tensor, as it is now."""
+        """Return whether it is that of the tensor, as it is now."""
         return self._version == tensor._version and self._dtype == tensor.dtype
 
     def __del__(self) -> None:
@@ -155,6 +155,7 @@ class _Memo:
         if memory is None or memory.kept is not None or (output := memory.output) is None:
             return self._hold(tensor, memory)
         call = output.call
+        # A product runs again only as an argument of a sum, never for its own output: it is too dear.
         if call.is_product or not (call.is_settled or self._settle(call, _num_bytes(tensor))):
             return self._hold(tensor, memory)
         call.num_waiting += 1
@@ -181,14 +182,15 @@ class _Memo:
     # Which calls can be repeated.
 
     def _settle(self, call: Call, num_bytes: int) -> bool:
-        """Whether to repeat `call` for a saved tensor of so many bytes; what it needs is held then."""
+        """Return whether to repeat `call` for a saved tensor of so many bytes; what it needs is held then."""
         need = _Need(num_bytes)
         if not self._add_call(need, call, 0, in_sum=False):
             return False
-        if 2 * need.num_new_bytes() > num_bytes:
+        if 2 * need.num_new_bytes() > num_bytes:  # a second run for less than half of the bytes
             return False
         for source, tensor, _ in need.held:
             if self._is_freed(tensor):
+                # The backward pass may not find this weight in memory: a copy of a small one is kept.
                 copy = tensor.clone()
                 source.hold_copy(KeptTensor(copy, self._hooks), copy)
             else:
@@ -235,7 +237,7 @@ class _Memo:
         return tensor is not None and need.hold(source, tensor, source.num_bytes)
 
     def _note_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight; or a view of one, where weights are freed."""
+        """Return whether a tensor is a weight; or a view of one, where weights are freed."""
         kind = type(tensor)
         if not self._frees_weights:
             return kind is not Tensor and issubclass(kind, nn.Parameter)
@@ -245,7 +247,7 @@ class _Memo:
         return is_weight
 
     def _is_freed(self, tensor: Tensor) -> bool:
-        """Whether it is a weight that the backward pass may not find in memory."""
+        """Return whether it is a weight that the backward pass may not find in memory."""
         return self._frees_weights and _address(tensor) in self._weights
 
     # What the forward pass does.
@@ -322,6 +324,9 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if way is Way.STRAIGHT or torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        # A dispatch mode sees every operation inside, and takes microseconds for each: only functions whose
+        # way is not known need it. So do all under autocast, which casts arguments below this mode: what runs
+        # again are the operations on what was cast.
         if way is None or not args or is_autocast() or "out" in kwargs:
             with nullcontext() if drops_nothing(func, kwargs) else self._recorder:
                 return func(*args, **kwargs)

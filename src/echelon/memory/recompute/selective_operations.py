@@ -110,7 +110,7 @@ WAYS: dict[Any, Way] = {
 
 
 def is_autocast() -> bool:
-    """Whether functions cast their arguments; operations do so no more."""
+    """Return whether functions cast their arguments; operations do so no more."""
     return torch._C._is_any_autocast_enabled()
 
 
@@ -128,24 +128,25 @@ def without_autocast() -> Iterator[None]:
 
 
 def drops_nothing(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it is a dropout that returns its argument, as in most large models."""
+    """Return whether it is a dropout that returns its argument, as in most large models."""
     return function is F.dropout and (kwargs.get("p") == 0 or kwargs.get("training") is False)
 
 
 def passes_product(function: Callable[..., Any], *, in_sum: bool) -> bool:
-    """Whether a product may run again as an argument of `function`, which is itself that of a sum or not."""
+    """Return whether a product may run again as an argument of `function`, which is itself that of a sum or
+    not."""
     return function in _SUMS or (in_sum and function in _DROPOUTS)
 
 
 def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument, or one that is named."""
+    """Return whether a function changes its first argument, or one that is named."""
     name = getattr(function, "__name__", "")
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return is_in_place or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
 def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the result of a simple function is a tensor, and no view of its first argument."""
+    """Return whether the result of a simple function is a tensor, and no view of its first argument."""
     first = args[0]
     if not isinstance(result, Tensor) or result.layout is not torch.strided:
         return False

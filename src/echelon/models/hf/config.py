@@ -48,7 +48,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read(model_type: str, raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """The values of a ModelConfig."""
+    """Read the values of a ModelConfig."""
     dialect = DIALECTS[model_type]
     errors += _demand_errors(dialect, raw)
     values = _read_sizes(dialect, raw, errors)
@@ -77,7 +77,7 @@ def _read_own(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
 
 
 def config_differences(config: ModelConfig, raw: Mapping[str, Any]) -> list[str]:
-    """Where a parsed config.json is that of another model than `config`, or of none that we have.
+    """List why a parsed config.json is that of another model than `config`, or of none that we have.
 
     Dropout may differ, and the weights of losses; and so may the length of sequences: learned positions show
     it in their shape. Whether weights are tied is seen in the files.
@@ -98,7 +98,7 @@ def config_differences(config: ModelConfig, raw: Mapping[str, Any]) -> list[str]
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model with weights of `dtype` ("float32"), as transformers 4 and 5 read it."""
+    """Write the config.json of a model with weights of `dtype` ("float32"), for transformers 4 and 5."""
     model_type = dialect_of(config)
     raw: dict[str, Any] = {"model_type": model_type, "torch_dtype": dtype}
     if model_type == OWN_TYPE:
@@ -208,7 +208,7 @@ _IS_BALANCED, _PER_SAMPLE = "output_router_logits", "seq_aux"
 def read_experts(
     model_type: str, dialect: Dialect, raw: Mapping[str, Any], errors: list[str]
 ) -> dict[str, Any]:
-    """The values of an ExpertsConfig."""
+    """Read the values of an ExpertsConfig."""
     values = {
         name: raw.get(key, raw.get(_OTHER_KEYS.get(key, key), default))
         for name, (key, default) in dialect.experts.items()
@@ -231,7 +231,7 @@ def read_experts(
 
 
 def write_experts(model_type: str, dialect: Dialect, config: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json."""
+    """Write the keys of config.json."""
     experts = config.experts
     if experts is None:
         return {}
@@ -250,7 +250,7 @@ def write_experts(model_type: str, dialect: Dialect, config: ModelConfig) -> dic
 
 
 def _read_balance(model_type: str, raw: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """The weight of our loss of each layer.
+    """Return the weight of our loss of each layer.
 
     transformers adds one loss, and only if told to: of fractions that sum to top_k, and of means over layers.
     Ours is as large if all layers are alike. DeepSeek's is ours, unless it is taken of each sample.
@@ -268,7 +268,7 @@ def _read_balance(model_type: str, raw: Mapping[str, Any], values: Mapping[str, 
 
 
 def computed_with(experts: ExpertsConfig | None) -> dict[str, object]:
-    """What a model computes with: all but what it is only trained with."""
+    """Return the fields that a model computes with: all but those that it is only trained with."""
     return {
         name: value
         for name, value in (vars(experts) if experts else {}).items()

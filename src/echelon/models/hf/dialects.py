@@ -29,7 +29,7 @@ class Dialect:
 
 
 def dialect_of(config: ModelConfig) -> str:
-    """The model type to write."""
+    """Return the model type to write."""
     return next((name for name, dialect in DIALECTS.items() if dialect.fits(config)), OWN_TYPE)
 
 

@@ -52,7 +52,7 @@ def load_hf(folder: str | Path) -> Transformer:
 
 
 def read_hf_config(folder: str | Path) -> ModelConfig:
-    """The sizes of the model in a folder, without its weights."""
+    """Read the sizes of the model in a folder, without its weights."""
     config = config_from_hf(read_json(Path(folder) / CONFIG))
     _check_counts(Path(folder), config)
     return config
@@ -93,7 +93,7 @@ def _check_counts(folder: Path, config: ModelConfig) -> None:
 
 
 def _read_config(folder: Path) -> ModelConfig:
-    """The config of a folder; its errors are listed with those of the files."""
+    """Read the config of a folder; its errors are listed with those of the files."""
     try:
         return read_hf_config(folder)
     except UserError as error:
@@ -114,7 +114,7 @@ def to_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
 
 
 def from_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
-    """A Hugging Face state dict under our names and layouts, ready for `load_state_dict(strict=True)`."""
+    """Convert a Hugging Face state dict to our names and layouts, for `load_state_dict(strict=True)`."""
     with torch.device("meta"):
         model = build(config)
     layout = model.weight_layout(state)
@@ -123,7 +123,7 @@ def from_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
 
 
 def layout_to_write(config: ModelConfig, state: State) -> WeightLayout:
-    """The layout of the files of our state dict, in which nothing may be missing or wrong."""
+    """Return the layout of the files of our state dict, in which nothing may be missing or wrong."""
     with torch.device("meta"):
         model = build(config)
     layout = model.weight_layout()
@@ -134,7 +134,7 @@ def layout_to_write(config: ModelConfig, state: State) -> WeightLayout:
 
 
 def _split(layout: WeightLayout, name: str, shape: torch.Size, state: State) -> Tensor:
-    """One of our tensors: contiguous, and not a view of another's memory."""
+    """Copy one of our tensors: contiguous, and not a view of another's memory."""
     pieces = layout.pieces_of(name)
     first = state[pieces[0].stored]
     if is_same(pieces, first.shape, shape):
@@ -149,7 +149,7 @@ def _split(layout: WeightLayout, name: str, shape: torch.Size, state: State) -> 
 
 
 def _copy_errors(state: State, copies: Mapping[str, str]) -> list[str]:
-    """A tensor that is there a second time must be the same."""
+    """List tensors that are there a second time, and are not the same."""
     return [
         f"{name}: differs from {original}, but the config says that they are tied"
         for name, original in copies.items()

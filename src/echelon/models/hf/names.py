@@ -86,7 +86,7 @@ _CONSTANT = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
 
 def hf_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collection[str] = ()) -> WeightLayout:
-    """The layout of files with tensors of these names; without names, of those that we write.
+    """Return the layout of files with tensors of these names; without names, of those that we write.
 
     Files of the bare model lack the base name. A tied head is left out, as transformers does, or is a copy.
     `state` has the shapes of ours.
@@ -110,7 +110,7 @@ def hf_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collectio
 
 
 def _own_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collection[str]) -> WeightLayout:
-    """Of files with our names."""
+    """Return the layout of files with our names."""
     ties = {HEAD: EMBEDDING} if config.tied else {}
     return WeightLayout(
         tensors={name: whole_tensor(name, state[name], name) for name in state if name not in ties},
@@ -122,7 +122,7 @@ def _own_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collect
 def _tensors(
     config: ModelConfig, state: Mapping[str, Tensor], stored: Collection[str]
 ) -> Iterator[FileTensor]:
-    """Every Hugging Face tensor; the embedding is the first."""
+    """Yield every Hugging Face tensor; the embedding is the first."""
     names, experts = _NAMES[config.family], mixture_names(config, stored)
     yield _join(_Rule(names.embedding, (EMBEDDING,)), state)
     for hf_name, name in names.outside_blocks.items():
@@ -176,7 +176,7 @@ def _join(rule: _Rule, state: Mapping[str, Tensor]) -> FileTensor:
 
 
 class MixtureNames(NamedTuple):
-    """Of the mixture of a block, and of the matrices of its experts."""
+    """The names of the mixture of a block, and of the matrices of its experts."""
 
     mixture: str
     gate: str
@@ -194,7 +194,7 @@ _SHARED = {
 
 
 def mixture_names(config: ModelConfig, stored: Collection[str]) -> MixtureNames:
-    """Those that files with these tensors have; without any, those that we write."""
+    """Return the names that files with these tensors have; without any, those that we write."""
     if stored:
         return _MIXTRAL if any(f".{_MIXTRAL.mixture}" in name for name in stored) else _QWEN
     return _MIXTRAL if dialect_of(config) == "mixtral" else _QWEN
@@ -203,7 +203,7 @@ def mixture_names(config: ModelConfig, stored: Collection[str]) -> MixtureNames:
 def expert_tensors(
     names: MixtureNames, hf_block: str, mlp: str, state: Mapping[str, Tensor]
 ) -> Iterator[FileTensor]:
-    """The tensors of a mixture; `mlp` begins the names of ours."""
+    """Yield the tensors of a mixture; `mlp` begins the names of ours."""
     hf_mixture = f"{hf_block}{names.mixture}"
     yield whole_tensor(f"{mlp}gate.weight", state[f"{mlp}gate.weight"], f"{hf_mixture}gate.weight")
     first, down = f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj"
@@ -221,6 +221,6 @@ def expert_tensors(
 def _matrix(
     stored: str, name: str, tensor: Tensor, expert: int, row: int, shape: tuple[int, int]
 ) -> FileTensor:
-    """A matrix of one expert, which begins at a row of the stacked tensor."""
+    """Make a matrix of one expert, which begins at a row of the stacked tensor."""
     piece = Piece(name, (expert, row, 0), (1, *shape), stored, stored_offsets=(0, 0))
     return FileTensor(stored, shape, tensor.dtype, (piece,))

@@ -25,7 +25,7 @@ class ImageModel(nn.Module):
         self.chain = nn.ModuleList(NETWORKS[config.family](config))
 
     def layers(self) -> list[nn.Module]:
-        """Where a pipeline may split: each convolution, Inception module or residual block is one layer."""
+        """List the layers: each convolution, Inception module or residual block is one."""
         return list(self.chain)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -36,11 +36,11 @@ class ImageModel(nn.Module):
         return x
 
     def config_json(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The config.json of files with weights of this type; it has the names of the classes."""
+        """Write the config.json of files with weights of this type; it has the names of the classes."""
         return config_to_json(self.config, str(dtype).removeprefix("torch."))
 
     def config_errors(self, raw: Mapping[str, Any]) -> list[str]:
-        """Why weights with this config.json are not those of this model."""
+        """List why weights with this config.json are not those of this model."""
         try:
             stored = config_from_json(raw)
         except UserError as refusal:
@@ -53,7 +53,7 @@ class ImageModel(nn.Module):
         ]
 
     def reset_parameters(self) -> None:
-        """Initial values for the whole model, for example after `to_empty`; same seed, same values."""
+        """Draw initial values for the whole model, for example after `to_empty`; same seed, same values."""
         reset_parameters(self)
 
 

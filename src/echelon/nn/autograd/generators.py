@@ -23,19 +23,20 @@ class _Generator(NamedTuple):
 
 @final
 class GeneratorStates:
-    """Their states now. `modules`: whose own generators count too."""
+    """The states of random generators at one moment."""
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
+        """Read all global generators, and those that `modules` hold."""
         self._read([*_torch_generators(device), *_other_generators(), *_own_generators(modules)])
 
     @classmethod
     def of_torch(cls, device: torch.device) -> "GeneratorStates":
-        """Of torch's global generators alone."""
+        """Read torch's global generators alone."""
         return cls.__new__(cls)._read(_torch_generators(device))
 
     @classmethod
     def of_others(cls, modules: Iterable[nn.Module]) -> "GeneratorStates":
-        """Of all but torch's global ones."""
+        """Read all but torch's global ones."""
         return cls.__new__(cls)._read([*_other_generators(), *_own_generators(modules)])
 
     def _read(self, generators: Iterable[_Generator]) -> "GeneratorStates":
@@ -43,19 +44,20 @@ class GeneratorStates:
         return self
 
     def now(self) -> "GeneratorStates":
-        """Where the same generators stand now."""
+        """Read the same generators again."""
         return GeneratorStates.__new__(GeneratorStates)._read(generator for generator, _ in self._states)
 
     def restore(self) -> None:
+        """Set the generators back to these states."""
         for generator, state in self._states:
             generator.write(state)
 
     def moved(self) -> bool:
-        """Whether anybody has drawn a number since."""
+        """Return True if a number was drawn since."""
         return any(self._moved())
 
     def moved_names(self) -> list[str]:
-        """Of which generators somebody has drawn a number since."""
+        """Name the generators of which a number was drawn since."""
         return list(dict.fromkeys(self._moved()))
 
     def _moved(self) -> Iterator[str]:
@@ -63,7 +65,7 @@ class GeneratorStates:
 
     @contextmanager
     def seeded(self, number: int) -> Iterator[None]:
-        """Inside, these generators begin with this seed; afterwards they go on as if nobody had drawn."""
+        """Seed these generators inside; afterwards they go on as if no number had been drawn."""
         for generator, _ in self._states:
             generator.seed(number)
         try:
@@ -90,7 +92,7 @@ def _other_generators() -> Iterator[_Generator]:
 
 
 class _NumpyState:
-    """Where numpy's global generator stands. Numpy takes long to say so: as long as a small layer runs. So it
+    """The state of numpy's global generator. Numpy takes as long to return it as a small layer runs. So it
     is asked only if the memory of the generator is not what it was the last time."""
 
     _NUM_BYTES = 624 * 4 + 4  # of a Mersenne twister: its key, and the position in it
@@ -114,7 +116,7 @@ _NUMPY = _NumpyState()
 
 
 def _own_generators(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
-    """Also those in lists and dicts; each once."""
+    """Yield the generators of modules, also those in lists and dicts; each once."""
     found: dict[int, Any] = {}
     for module in modules:
         for value in vars(module).values():
@@ -164,7 +166,7 @@ def _seed_numpy(number: int) -> None:
 
 
 def _words(number: int) -> list[int]:
-    """A seed as old generators of numpy take it."""
+    """Split a seed as old generators of numpy take it."""
     return [number & 0xFFFFFFFF, number >> 32]
 
 

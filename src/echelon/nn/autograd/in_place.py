@@ -10,8 +10,8 @@ from torch.autograd.function import FunctionCtx
 
 
 class _Enter(torch.autograd.Function):
-    """The same memory as no leaf and no view: autograd makes exceptions for those (in hooks, in the order of
-    its work), and forbids to change them in place."""
+    """Keeps the memory, as no leaf and no view: autograd makes exceptions for those (in hooks, in the order
+    of its work), and forbids to change them in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, leaf: Tensor) -> Tensor:

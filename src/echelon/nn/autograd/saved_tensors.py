@@ -1,9 +1,9 @@
-"""What autograd saves for the backward pass: who only looks on, and who takes note to compute it again.
+"""Hooks on the tensors that autograd saves: those that only observe, and those that compute them again.
 
 A layer may be computed in another way than the time before (all matrices of one input at once). That is
-right unless somebody takes note of what autograd saves in order to compute it again, as a checkpoint does:
-the second time must save the same. The memory meter only counts, through `observe`. Who computes again in the
-very way of the first time says so, through `replace`.
+right unless hooks record what autograd saves in order to compute it again, as torch.utils.checkpoint does:
+the second time must save the same. The memory meter only counts, through `observe`. Code that computes again
+in the very way of the first time sets its hooks through `replace`.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Unpack = Callable[[Any], Tensor]
 
 
 class Hooks(NamedTuple):
-    """What is done with a tensor that autograd saves, and to get it back."""
+    """Two functions: what to keep of a tensor that autograd saves, and how to get it back."""
 
     pack: Pack
     unpack: Unpack
@@ -34,7 +34,7 @@ _observed: dict[int, Hooks] = {}  # by the pack of `_replacing` that holds for t
 
 @contextmanager
 def observe(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """As torch's saved_tensors_hooks, for hooks that give back the very tensors that they were given."""
+    """Set hooks as torch's saved_tensors_hooks does, for hooks that return the very tensors they get."""
     setattr(torch.autograd.graph, _DISABLE, _disable_hooks)
     try:
         with _listed(_observers, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -46,7 +46,7 @@ def observe(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 @contextmanager
 def _disable_hooks(error_message: str) -> Iterator[None]:
-    """As torch's, with which torch.func refuses to run where hooks are set; but those that only look on are
+    """Disable hooks as torch does, with which torch.func refuses to run where hooks are set; observers are
     taken away meanwhile."""
     observers = []
     while (hooks := current_hooks()) is not None and _is_among(hooks, _observers):
@@ -62,8 +62,8 @@ def _disable_hooks(error_message: str) -> Iterator[None]:
 
 @contextmanager
 def replace(pack: Pack, unpack: Unpack, observer: Hooks | None = None) -> Iterator[None]:
-    """As torch's saved_tensors_hooks, for hooks that compute tensors again in the way of the first time.
-    `observer`: looks on at what they keep."""
+    """Set hooks as torch's saved_tensors_hooks does, for hooks that compute tensors again in the same way.
+    `observer` observes what they keep."""
     if observer is not None:
         _observed[id(pack)] = observer
     try:
@@ -83,13 +83,13 @@ def _listed(hooks: list[Pack], pack: Pack) -> Iterator[None]:
 
 
 def current_hooks() -> Hooks | None:
-    """Those that are asked here: the innermost."""
+    """Return the innermost hooks, which autograd asks here."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else Hooks(*hooks)
 
 
 def current_observer() -> Hooks | None:
-    """The same, if they only look on; or who looks on at what they keep."""
+    """Return the innermost hooks if they only observe; else the observer of what they keep."""
     hooks = current_hooks()
     if hooks is None or _is_among(hooks, _observers):
         return hooks
@@ -97,7 +97,7 @@ def current_observer() -> Hooks | None:
 
 
 def is_recorded() -> bool:
-    """Whether somebody else takes note of what autograd saves here."""
+    """Return True if other hooks record what autograd saves here."""
     hooks = current_hooks()
     return hooks is not None and not _is_among(hooks, [*_observers, *_replacing])
 
@@ -126,7 +126,7 @@ class KeptTensor:
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
-    """Autograd does not look for this where hooks are set."""
+    """Refuse a tensor that was changed since: autograd does not check where hooks are set."""
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was changed in place "

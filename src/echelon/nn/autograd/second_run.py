@@ -25,13 +25,13 @@ class Tape:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Around the first run."""
+        """Record the first run inside."""
         with _reading(_Reader(self._results, None)):
             yield
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Around the second run. The thread may be another one than that of the first."""
+        """Replay the results in the second run inside, which may be in another thread."""
         with _reading(_Reader(self._results, iter(self._results))):
             yield
 
@@ -61,7 +61,7 @@ def _reading(reader: _Reader) -> Iterator[None]:
 
 
 def once(compute: Callable[[], T]) -> T:
-    """What `compute` returns, or what it has returned at this point of the first run."""
+    """Return the result of `compute`, or that of this point of the first run."""
     reader = _READER.get()
     if reader is None:
         return compute()

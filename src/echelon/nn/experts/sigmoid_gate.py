@@ -91,7 +91,7 @@ class SigmoidGate(Gate):
         self.e_score_correction_bias += self.bias_rate * (tokens.mean() - tokens).sign()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """A conversion of the model moves the bias, but does not round it."""
+        """Convert the module, but move the bias without rounding it."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.e_score_correction_bias

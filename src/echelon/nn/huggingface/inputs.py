@@ -26,7 +26,7 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
 
 
 def layer_inputs(arguments: Mapping[str, Any], targets: Any, *, context: int) -> Inputs:
-    """The arguments of a model's forward, by name, as its layers take them."""
+    """Return the arguments of a model's forward, by name, as its layers take them."""
     given = {name: value for name, value in arguments.items() if not _is_default(name, value)}
     tokens, mask, positions = given.pop(_TOKENS, None), given.pop(MASK, None), given.pop(POSITIONS, None)
     if not isinstance(tokens, Tensor) or given:
@@ -60,7 +60,7 @@ def _refuse(names: list[str], *, has_tokens: bool) -> None:
 
 
 def _is_all_ones(mask: Any) -> bool:
-    """Whether a mask leaves out nothing. On a device nobody looks: that would stop the host."""
+    """Return True if a mask leaves out nothing. A mask on a device is not read: that would stop the host."""
     return isinstance(mask, Tensor) and mask.is_cpu and bool(mask.all())
 
 

@@ -66,7 +66,7 @@ class LayerInputs:
 
 
 def positions_of(view: View, length: int, device: torch.device) -> Tensor:
-    """Those of the batch, or those of the sequence, [1, length]."""
+    """Return the positions of the batch, or those of the sequence, [1, length]."""
     if POSITIONS in view.shared:
         return padded(view.shared[POSITIONS], length)
     return view.positions(length, device)[None]
@@ -136,7 +136,7 @@ class Head(nn.Module):
 
 
 def modules_outside(layer: nn.Module) -> set[nn.Module]:
-    """The modules that a layer calls and does not hold: those of rotary positions."""
+    """Return the modules that a layer calls and does not hold: those of rotary positions."""
     rotary = layer.inputs.rotary if isinstance(layer, DecoderLayer) else None
     return set() if rotary is None else set(rotary.modules())
 
@@ -315,7 +315,7 @@ def _fill(x: Tensor, width: int) -> Tensor:
 
 @contextmanager
 def attention_by_view(config: Any) -> Iterator[None]:
-    """Inside, the layers of a model with this config attend through the view that they are passed."""
+    """Let the layers of a model with this config attend through the view that they are passed."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -354,7 +354,7 @@ def check_shared_sequence(block: Any, config: Any, window: int | None, length: i
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary positions, of all layers or of each kind of them."""
+    """Return the kinds of rotary positions, of all layers or of each kind of them."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return {each["rope_type"] for each in kinds if "rope_type" in each}

@@ -14,7 +14,7 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, or a subclass of one."""
+    """Return True for a model of transformers, or a subclass of one."""
     bases = type(model).__mro__
     return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in bases)
 
@@ -24,22 +24,22 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def initializer(module: nn.Module) -> Callable[[], object] | None:
-    """What gives all of a model of transformers its initial values; None for any other module."""
+    """Return the function that initialises a whole model of transformers; None for any other module."""
     return getattr(module, "initialize_weights", None) if is_pretrained(module) else None
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is a matrix that is stored as [inputs, outputs]: GPT-2's Conv1D."""
+    """Return True for a matrix that is stored as [inputs, outputs]: GPT-2's Conv1D."""
     return is_of_transformers(module) and type(module).__name__ == "Conv1D"
 
 
 def is_plain_matrix(module: nn.Module) -> bool:
-    """Whether it computes what nn.Linear does, although it has a forward of its own."""
+    """Return True for a module that computes nn.Linear, although it has a forward of its own."""
     return is_of_transformers(module) and type(module).__name__ == "FalconLinear"
 
 
 def embedding_scale(module: Any) -> Tensor | float | None:
-    """What an embedding of transformers multiplies its rows by; None for all others."""
+    """Return the factor of the rows of an embedding of transformers; None for all others."""
     if not is_of_transformers(module) or not type(module).__name__.endswith("ScaledWordEmbedding"):
         return None
     scale: Tensor | float = module.embed_scale
@@ -47,7 +47,7 @@ def embedding_scale(module: Any) -> Tensor | float | None:
 
 
 def rms_epsilon(module: Any) -> float | None:
-    """The ε of a root-mean-square norm that multiplies by its weight alone; None for all others."""
+    """Return the ε of a root-mean-square norm that multiplies by its weight alone; None for all others."""
     is_known = is_of_transformers(module) and type(module).__name__ in _PLAIN_RMS_NORMS
     return float(module.variance_epsilon) if is_known else None
 
@@ -64,7 +64,7 @@ _PLAIN_RMS_NORMS = (
 
 
 def draws_by_function(module: Any) -> bool:
-    """Whether it draws random numbers in its own forward, not in dropout modules inside it.
+    """Return True if a module draws random numbers in its own forward, not in dropout modules inside it.
 
     Such modules keep their rates as numbers (attention_dropout), or have a dropout module and read only its
     rate.
@@ -78,7 +78,7 @@ def draws_by_function(module: Any) -> bool:
 
 
 def _rates(module: Any) -> dict[str, float]:
-    """The rates that a module keeps as numbers."""
+    """Return the rates that a module keeps as numbers."""
     rates = {name: value for name, value in vars(module).items() if "dropout" in name or name == _JITTER}
     if type(module).__name__ == "FalconDecoderLayer" and not module.config.parallel_attn:
         rates["hidden_dropout in the residual"] = module.config.attention_dropout
@@ -86,7 +86,7 @@ def _rates(module: Any) -> dict[str, float]:
 
 
 def _reads_only_rate(attention: Any, name: str) -> bool:
-    """Whether attention reads the rate of its dropout module, and does not call the module.
+    """Return True if attention reads the rate of its dropout module, and does not call the module.
 
     GPT-2's does, unless it computes in the order of Megatron; Falcon's, unless it is "eager" or has no alibi.
     """
@@ -102,7 +102,7 @@ def _reads_only_rate(attention: Any, name: str) -> bool:
 
 
 def draws_by_head(module: nn.Module) -> bool:
-    """Whether what it draws is for single attention heads only. Ranks that split heads may draw separately.
+    """Return True if a module draws for single attention heads only: ranks that split heads may draw alone.
 
     Of the modules that draw by a function, routers (jitter_noise) and those that drop hidden states draw for
     all ranks.
@@ -115,7 +115,7 @@ def draws_by_head(module: nn.Module) -> bool:
 
 
 def casts_to_float32(module: nn.Module) -> bool:
-    """Whether it computes in float32 whatever the type of its input: norms, routers, "eager" attention,
+    """Return True if a module computes in float32 whatever its input: norms, routers, "eager" attention,
     scans (Mamba)."""
     names = ("RMSNorm", "LayerNorm", "Router", "Attention", "Mixer")
     return is_of_transformers(module) and type(module).__name__.endswith(names)

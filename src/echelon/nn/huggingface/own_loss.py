@@ -32,13 +32,13 @@ _ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
 
 
 def adapted_model(model: Any) -> Any:
-    """The model of transformers inside of adapters (peft), or the model itself."""
+    """Return the model of transformers inside of adapters (peft), or the model itself."""
     has_adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return model.get_base_model() if has_adapters else model
 
 
 def is_plain_causal_loss(model: Any) -> bool:
-    """Whether the model's own loss is a function of its logits and the next labels, and no more.
+    """Return True if the model's own loss is a function of its logits and the next labels, and no more.
 
     Then it can be computed wherever the logits are: the last stage of a pipeline, a part of the vocabulary.
     """
@@ -54,7 +54,7 @@ def is_plain_causal_loss(model: Any) -> bool:
 
 
 def gate_loss_coefficients(model: Any) -> dict[str, float]:
-    """Of the losses of gates that the model adds to its own loss: none, unless it outputs their logits.
+    """Return the coefficients of gate losses in the model's own: none, unless it outputs router logits.
 
     Such a loss is no mean over labels: fractions of tokens times mean probabilities, of what one call sees.
     """
@@ -72,7 +72,7 @@ def gate_loss_coefficients(model: Any) -> dict[str, float]:
 
 
 def causal_loss(model: Any, *, in_float64: bool) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
-    """The own loss of a model for which `is_plain_causal_loss` holds; it takes labels that are shifted."""
+    """Return the own loss of a model for which `is_plain_causal_loss` holds; it takes shifted labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     own = getattr(model, "_loss_function", None)  # what the user has set
@@ -89,7 +89,7 @@ class ReplacedLoss:
         self._function = function
 
     def __call__(self, output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """It shifts labels itself. The first one, which is not there any more, predicts nothing."""
+        """Shift labels back: the function shifts them itself. The first one is lost, and predicts nothing."""
         logits = output.logits.contiguous()
         labels = torch.nn.functional.pad(targets[..., :-1], (1, 0), value=IGNORED_TARGET)
         mean = self._function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
@@ -97,7 +97,7 @@ class ReplacedLoss:
 
 
 def mean_as_total(mean: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and count of a mean over the labels that are not ignored."""
+    """Return the total and count of a mean over the labels that are not ignored."""
     count = (labels != IGNORED_TARGET).sum()
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # a total may be more than fp16 holds
     # The mean of no labels is not a number, and its gradient is zero.
@@ -105,7 +105,7 @@ def mean_as_total(mean: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and count of the loss of a causal model of transformers; `targets` are shifted already."""
+    """Return the total and count of the loss of a causal model of transformers; `targets` are shifted."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     logits, targets = output.logits.contiguous(), targets.contiguous()
@@ -115,7 +115,7 @@ def causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unsplit_causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of whole logits, also where ranks could each keep a part of the vocabulary.
+    """Compute the same of whole logits, also where ranks could each keep a part of the vocabulary.
 
     transformers rounds logits to float32. In a float64 training only the same rounding gives its loss.
     """
@@ -123,7 +123,7 @@ def unsplit_causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, 
 
 
 def is_plain_encoder_loss(model: Any) -> bool:
-    """Whether the own loss of an encoder is the cross entropy of its logits and labels, and no more."""
+    """Return True if the own loss of an encoder is the cross entropy of logits and labels, and no more."""
     if type(model).__name__ not in ENCODERS or replaced_forward(model) is not None:
         return False
     config = model.config
@@ -133,7 +133,7 @@ def is_plain_encoder_loss(model: Any) -> bool:
 
 
 def label_cross_entropy(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and count of the own loss of an encoder for which `is_plain_encoder_loss` holds."""
+    """Return the total and count of the own loss of an encoder for which `is_plain_encoder_loss` holds."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         form = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise UserError(
@@ -150,7 +150,7 @@ def shift(labels: Tensor) -> Tensor:
 
 
 def counts_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss is a mean over labels, and not over samples."""
+    """Return True if the model's own loss is a mean over labels, and not over samples."""
     if not is_pretrained(model):
         return False
     _check_reduction(model)
@@ -158,7 +158,7 @@ def counts_labels(model: nn.Module) -> bool:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether the loss at a position is that of the next label."""
+    """Return True if the loss at a position is that of the next label."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     text = _source(type(model).forward)
@@ -178,7 +178,7 @@ def _check_reduction(model: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _source(function: Any) -> str:
-    """The text of a function; empty where there is none."""
+    """Return the text of a function; empty where there is none."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):

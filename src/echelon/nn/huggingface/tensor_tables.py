@@ -213,7 +213,7 @@ _T5 = {
 
 
 def _bloom(config: Any) -> Table:
-    """Nothing more, if it calls all its matrices."""
+    """Refuse a config with which Bloom does not call all its matrices."""
     if config.pretraining_tp > 1 and config.slow_but_exact:
         raise UserError(
             f"tensor: Bloom with pretraining_tp={config.pretraining_tp} and slow_but_exact=True reads the "
@@ -236,28 +236,21 @@ CONFIG_LINES: Mapping[str, Callable[[Any], Table]] = {
     "BloomForCausalLM": _bloom,
 }
 
+_LIKE_LLAMA = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo")
+_LIKE_BERT = ("MaskedLM", "SequenceClassification", "TokenClassification")
+
 # By the name of a model's class.
 TENSOR_TABLES: Mapping[str, Table] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "MixtralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
+    **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
+    **{f"BertFor{task}": _BERT for task in _LIKE_BERT},
     "GPT2LMHeadModel": _GPT2,
-    "GemmaForCausalLM": _LLAMA,
-    "Gemma2ForCausalLM": _LLAMA,
-    "Gemma3ForCausalLM": _LLAMA,
     "Phi3ForCausalLM": _PHI3,
-    "OlmoForCausalLM": _LLAMA,
     "Olmo2ForCausalLM": _OLMO2,
     "GPTNeoXForCausalLM": _GPT_NEOX,
     "FalconForCausalLM": _FALCON,
     "BloomForCausalLM": _BLOOM,
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "BertForMaskedLM": _BERT,
-    "BertForSequenceClassification": _BERT,
-    "BertForTokenClassification": _BERT,
     "ViTForImageClassification": _VIT,
     "T5ForConditionalGeneration": _T5,
     "VisionTransformer": _TIMM_VIT,

@@ -41,14 +41,14 @@ _STACKING = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 
 
 
 def open_weights(folder: str | Path, model: nn.Module) -> WeightFolder:
-    """The weights for a model in a folder. The model gives shapes only, and may be on the meta device."""
+    """Open the weights for a model in a folder. The model gives shapes, and may be on the meta device."""
     return WeightFolder(folder, partial(weight_layout, model), config_errors(folder, model))
 
 
 def weight_layout(
     model: nn.Module, names: Collection[str] = (), state: Mapping[str, object] | None = None
 ) -> WeightLayout:
-    """How files with tensors of these names hold a model; without names, how to write them.
+    """Return how files with tensors of these names hold a model; without names, how to write them.
 
     A model of echelon knows, transformers knows its own; any other has the names of its state dict. `state`
     is that dict, if the model itself has only parts of it.
@@ -62,7 +62,7 @@ def weight_layout(
 
 
 def config_json(model: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model with weights of this type; of one without a config, its class."""
+    """Return the config.json of a model with weights of this type; of one without a config, its class."""
     raw: dict[str, Any] = {"architectures": [type(model).__name__]}
     if callable(getattr(model, "config_json", None)):
         raw = model.config_json(dtype)
@@ -74,13 +74,13 @@ def config_json(model: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def write_generation_config(model: Any, folder: str | Path) -> None:
-    """How a model of transformers generates text, if it does."""
+    """Write how a model of transformers generates text, if it does."""
     if is_pretrained(model) and model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 
 
 class _Matches(NamedTuple):
-    """What transformers makes of the names in files."""
+    """The names in files, as transformers matches them with a model."""
 
     stored: dict[str, str]  # the model's name → the file's
     stacked: dict[str, list[list[str]]]  # the model's name → the files', for each part of every expert
@@ -143,7 +143,7 @@ def _match(model: Any, names: Collection[str], state: dict[str, Tensor]) -> _Mat
 
 
 def _transforms(model: Any) -> tuple[list[Any], list[Any]]:
-    """What transformers does to files of a model: renamings, and conversions of tensors."""
+    """Return what transformers does to files of a model: renamings, and conversions of tensors."""
     loading = _loading()
     transforms = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
@@ -151,7 +151,7 @@ def _transforms(model: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _loading() -> Any:
-    """The module with which transformers loads files."""
+    """Import the module with which transformers loads files."""
     try:
         return import_module("transformers.core_model_loading")
     except ImportError as error:
@@ -166,7 +166,7 @@ def _is_stacking(converter: Any) -> bool:
 
 
 def _names_to_write(model: Any, state: Mapping[str, Tensor]) -> list[str]:
-    """The names that transformers would write."""
+    """List the names that transformers would write."""
     ties = find_ties(state, ())
     shapes = {name: torch.empty_like(t, device="meta") for name, t in state.items() if name not in ties}
     return list(_loading().revert_weight_conversion(model, shapes))
@@ -182,7 +182,7 @@ def _find_ties(model: Any, state: Mapping[str, Tensor], names: Collection[str]) 
 
 
 def _split_stack(name: str, tensor: Tensor, parts: Sequence[Sequence[str]]) -> dict[str, FileTensor]:
-    """The tensors of single experts: of each, its rows of every part."""
+    """Split a stacked tensor into those of single experts: of each, its rows of every part."""
     num_rows, *rest = tensor.shape[1:]
     shape = (num_rows // len(parts), *rest)
     origin = (0,) * len(shape)
@@ -206,7 +206,7 @@ def _stack_errors(state: Mapping[str, Tensor], stacked: Mapping[str, Sequence[Se
 
 
 def _conversion_errors(converted: Mapping[str, Any]) -> list[str]:
-    """One error for all tensors that are made alike."""
+    """List one error for all tensors that are made alike."""
     names_of: dict[str, list[str]] = {}
     for name, converter in converted.items():
         operations = ", ".join(type(each).__name__ for each in converter.operations)
@@ -273,7 +273,7 @@ def _errors_of_transformers(config: Any, raw: Mapping[str, Any]) -> list[str]:
 
 
 def _relevant(config: Mapping[str, Any], common: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """The fields that change what a model computes; those of configs in it have dotted names."""
+    """Return the fields that change what a model computes; those of configs in it have dotted names."""
     fields: dict[str, Any] = {}
     for name, value in config.items():
         if name in common or _IRRELEVANT.search(name) or (name == _LENGTH and not _is_length_used(config)):
@@ -286,7 +286,7 @@ def _relevant(config: Mapping[str, Any], common: Collection[str], prefix: str = 
 
 
 def _is_length_used(config: Mapping[str, Any]) -> bool:
-    """Whether rotary positions, of all layers or of one kind of them, are scaled by the longest sequence."""
+    """Return True if rotary positions, of any kind of layers, are scaled by the longest sequence."""
     rope = config.get("rope_parameters") or {}
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     return any(each.get("rope_type") in _SCALED_BY_LENGTH for each in kinds)

@@ -69,7 +69,7 @@ class Note(NamedTuple):
 
     @property
     def leaves_undefined(self) -> bool:
-        """Whether what it makes is whatever was in memory before."""
+        """True if it returns memory as it was before."""
         return isinstance(self.function, OpOverload) and "empty" in self.function.name()
 
 
@@ -121,7 +121,7 @@ class Tape(TorchDispatchMode):
         self._notes.append(note)
 
     def _known_value(self, argument: Any) -> Any:
-        """A constructor looks at a value: compute it now."""
+        """Compute a value now that a constructor reads."""
         if not isinstance(argument, Tensor) or not on_meta(argument):
             return argument
         return self.values(Window.of(argument), torch.device("cpu"), _refuse_random)
@@ -129,35 +129,35 @@ class Tape(TorchDispatchMode):
     # What was recorded.
 
     def is_defined(self, window: Window) -> bool:
-        """Whether something gave this storage values."""
+        """Return True if something gave this storage values."""
         return any(
             not self._notes[number].leaves_undefined for number in self._writers.get(window.storage, ())
         )
 
     def draws(self, storage: int) -> list[int]:
-        """The notes that draw at random what leads to the values of a storage, in order."""
+        """Return the notes that draw at random what leads to the values of a storage, in order."""
         return [number for number in self._needed(storage) if self._notes[number].is_random]
 
     def has_generator(self, storage: int) -> bool:
-        """Whether values are drawn by a generator of the user's own, which is not there later."""
+        """Return True if values are drawn by a generator of the user's own, which is not there later."""
         needed = (self._notes[number] for number in self._needed(storage))
         return any(isinstance(leaf, torch.Generator) for note in needed for leaf in note.leaves)
 
     def writers(self) -> dict[int, int]:
-        """How many notes write to each storage so far."""
+        """Count the notes that write to each storage so far."""
         return {storage: len(numbers) for storage, numbers in self._writers.items()}
 
     def constants(self) -> Iterator[Tensor]:
-        """The tensors with values that notes have kept."""
+        """Return the tensors with values that notes have kept."""
         yield from (leaf for note in self._notes for leaf in note.leaves if isinstance(leaf, Tensor))
 
     def describe(self) -> Iterator[str]:
-        """What was noted, without the values of tensors: the same on ranks that have built the same."""
+        """Describe the notes without values of tensors: the same on ranks that have built the same."""
         for note in self._notes:
             yield f"{note.function.__name__}({', '.join(map(_describe, note.leaves))})"
 
     def values(self, window: Window, device: torch.device, seed: Seed) -> Tensor:
-        """The tensor, computed on `device`; random numbers are drawn with `seed` of each operation."""
+        """Compute the tensor on `device`; random numbers are drawn with `seed` of each operation."""
         run = _Run(device, self._alive)
         with torch.no_grad(), torch.random.fork_rng(_cuda(device)):
             for number in self._needed(window.storage):
@@ -167,7 +167,7 @@ class Tape(TorchDispatchMode):
         return run.tensor(window)
 
     def _needed(self, storage: int) -> list[int]:
-        """The notes that lead to the values of a storage, in order."""
+        """Return the notes that lead to the values of a storage, in order."""
         needed: set[int] = set()
         todo = [(storage, len(self._notes))]
         seen: dict[int, int] = {}  # of a storage: up to which note its writers are in `needed`
@@ -207,7 +207,7 @@ class _Run:
                 self._keep(window, output)
 
     def _keep(self, window: Window, output: Tensor) -> None:
-        """An operation returned this for the window: as a rule in the same form."""
+        """Keep the output of an operation as the window: as a rule it has the same form."""
         if (output.stride(), output.storage_offset()) != (window.stride, window.offset):
             extent = (
                 window.offset + sum((n - 1) * s for n, s in zip(window.size, window.stride, strict=True)) + 1
@@ -224,7 +224,7 @@ class _Run:
 
 
 def key_of(*parts: object) -> int:
-    """A seed of 63 bits made from anything that prints."""
+    """Make a seed of 63 bits made from anything that prints."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -246,7 +246,7 @@ def _refuse_random(_: int) -> int:
 
 
 def _changed(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The arguments that the operation writes to."""
+    """Return the arguments that the operation writes to."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -286,13 +286,13 @@ _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 @contextmanager
 def recording(tape: Tape) -> Iterator[None]:
-    """Inside, tensors are made on the meta device, and `tape` takes note of what they would hold."""
+    """Make tensors on the meta device inside, while `tape` records what they would hold."""
     with torch.device("meta"), _NothingLeftOut(), _truncated_draws(tape), tape:
         yield
 
 
 class _NothingLeftOut(TorchFunctionMode):
-    """Where torch would lose values because a tensor is on the meta device."""
+    """Keeps values that torch would lose because a tensor is on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -161,6 +161,7 @@ class AllReduce(Bucketed):
     def norm_share(self) -> list[Tensor]:
         gradients = self._gradient_buffers()
         uncounted = self.parameter_set.uncounted
+        # A hook of the user, or a sum with other ranks, may have given a parameter another gradient since.
         moved = any(p.grad is not None and p.grad is not b.views[p] for b in self._buckets for p in b.views)
         if uncounted or moved:
             gradients = local_gradients(self._whole, uncounted)

@@ -153,6 +153,7 @@ class PreallocatedMemory(GradientMemory):
 
     def give_back(self, memory: Tensor) -> None:
         kind = GradientKind(memory.dtype, memory.device)
+        # By address: what is given back is a view of the buffer, of one unit's size.
         buffer = next(each for each in self._buffers[kind] if each.data_ptr() == memory.data_ptr())
         assert all(each is not buffer for each in self._free[kind]), "given back twice"
         self._free[kind].append(buffer)
@@ -174,6 +175,7 @@ class Bucket:
         self._layout = layout or lay_out((p.numel() for p in parameters), block_size(dtype))
         kind = GradientKind(dtype, parameters[0].device)
         self.buffer = (memory or NewMemory()).take(self._layout.size, kind)
+        # New memory holds anything: a not-a-number between two views would reach the norm of the buffer.
         for begin, end in self._layout.gaps():
             self.buffer[begin:end].zero_()
         self.views = self._cut(parameters)

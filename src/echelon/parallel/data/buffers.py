@@ -47,7 +47,8 @@ class Buffers:
         """Send replica 0's buffers to all, where any replica may have changed them."""
         if self._group.size == 1:
             return
-        buffers = dict(self._module.named_buffers())  # a model may assign a buffer instead of changing it
+        # Named anew each time: a model may assign another tensor instead of changing the buffer in place.
+        buffers = dict(self._module.named_buffers())
         if not buffers:
             return
         with self._group.ledger.about("buffers"):

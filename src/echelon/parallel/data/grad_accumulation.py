@@ -94,7 +94,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, accumulation: Accumulation
     ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.weight, ctx.accumulation = weight, accumulation  # what is saved may come back as a copy
+        # Saved tensors may come back as copies (hooks, offload), and only the weight itself has `.grad`.
+        ctx.weight, ctx.accumulation = weight, accumulation
         ctx.set_materialize_grads(False)
         return product(x, weight, bias)
 

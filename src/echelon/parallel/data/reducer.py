@@ -38,7 +38,7 @@ class Reducer:
         self._place: dict[nn.Parameter, int] = {}
         self.used: set[nn.Parameter] = set()  # in this step
         self._arrivals: list[nn.Parameter] = []
-        self._in_step = False
+        self._in_step = False  # else a user's own backward pass would be reduced, on this rank alone
         self._previous: Reducer | None = None
         self._following: Reducer | None = None
         self.accumulation = Accumulation()
@@ -99,7 +99,7 @@ class Reducer:
         if not self._in_step:
             return  # a backward pass of the user's own over the same model
         self._refuse_late(parameter)
-        if parameter.grad is not None:  # torch also tells when a function has no gradient for it
+        if parameter.grad is not None:  # torch calls the hook also when a function has no gradient for it
             self._accumulate(parameter)
             self.used.add(parameter)
         self._arrivals.append(parameter)

@@ -5,6 +5,6 @@ modules   what such a module does instead of its forward: send rows, compute, ge
 """
 
 from echelon.parallel.expert.modules import SpreadExperts, experts_of
-from echelon.parallel.expert.split import Spread, spread_experts
+from echelon.parallel.expert.split import spread_experts
 
-__all__ = ["Spread", "SpreadExperts", "experts_of", "spread_experts"]
+__all__ = ["SpreadExperts", "experts_of", "spread_experts"]

@@ -5,7 +5,6 @@
 
 import inspect
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -28,17 +27,14 @@ _WHAT_CAN = (
 )
 
 
-class Spread(NamedTuple):
-    """Which part this rank has of each parameter of experts, by the parameter's first name."""
+def spread_experts(model: nn.Module, group: Group, wrapping: Wrapping) -> dict[str, Shard]:
+    """Keep this rank's experts, in place, and let their modules send rows to the ranks with the others. All
+    ranks start from the same weights.
 
-    shards: dict[str, Shard]
-
-
-def spread_experts(model: nn.Module, group: Group, wrapping: Wrapping) -> Spread | None:
-    """Keep this rank's experts, in place, and let their modules talk to the ranks with the others. All ranks
-    start from the same weights. None where there is one rank, with all experts."""
+    Returns the part that this rank has of each parameter of experts, by the parameter's first name.
+    """
     if group.size == 1:
-        return None
+        return {}
     found = {name: module for name, module in model.named_modules() if is_stack_of_experts(module)}
     raise_errors(f"expert={group.size}", list(_errors(model, found, group.size)))
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -50,7 +46,7 @@ def spread_experts(model: nn.Module, group: Group, wrapping: Wrapping) -> Spread
         wrapping.wrap(SpreadExperts(module, group, number))
         wrapping.assign(module, "num_experts", number // group.size)
     replace_parameters(model, {parameter: part_of(parameter, shard) for parameter, shard in shards.items()})
-    return Spread({names[parameter]: shard for parameter, shard in shards.items()})
+    return {names[parameter]: shard for parameter, shard in shards.items()}
 
 
 def is_stack_of_experts(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger, TorchGroup
-from echelon.collectives.mesh.process_groups import new_host_group
+from echelon.collectives.process_groups import new_host_group
 from echelon.launching import PeerLost, enter_operation, leave_operation
 from echelon.update.async_training.server import Gradient, PushResult, Server, ServerFailed
 from echelon.update.update import Push

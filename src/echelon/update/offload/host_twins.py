@@ -62,7 +62,7 @@ class Twin:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the weight has values that the twin lacks, and the next update begins with."""
+        """Return whether the weight has values that the twin lacks, and the next update begins with."""
         return self.is_watched and self.version is not None and self.version != self.current_version()
 
 
@@ -216,6 +216,7 @@ def _plain_memory(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _shares_memory(local: LocalParameter) -> bool:
-    """Whether what is updated is memory of the model's parameter, so that the user can change it there."""
+    """Return whether what is updated is memory of the model's parameter, so that the user can change it
+    there."""
     own, of_model = local.tensor.untyped_storage(), local.parameter.untyped_storage()
     return bool(own._cdata == of_model._cdata)

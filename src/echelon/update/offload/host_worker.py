@@ -228,13 +228,13 @@ class DirectCall:
 
 
 def runs_beside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another thread may update: the optimizer is a known one, no hook watches its steps, and ranks
-    do not talk in them."""
+    """Return whether another thread may update: the optimizer is a known one, no hook watches its steps, and
+    ranks do not talk in them."""
     return takes_units(optimizer) and not talks(optimizer)
 
 
 def talks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ranks add up sums in its steps."""
+    """Return whether ranks add up sums in its steps."""
     sums = [each for each in inner_optimizers(optimizer) if isinstance(each, SumOptimizer)]
     return any(work.exchange.rounds for each in sums for work in each._work)
 

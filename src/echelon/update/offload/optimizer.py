@@ -28,11 +28,11 @@ from echelon.update.numbers import Flag, HostCopy, Number
 from echelon.update.offload.host_twins import HostTwins, Twin
 from echelon.update.offload.host_worker import DirectCall, HostCall, HostRing, HostWorker, runs_beside
 from echelon.update.offload.weight_return import KeptWeights, WeightReturn
-from echelon.update.optim.local import FirstStates, Make, make_local
+from echelon.update.optim.local import FirstStates, Make
 from echelon.update.optim.optimizer_state import load_state
 from echelon.update.precision.flat_memory import dense_strides
 from echelon.update.precision.optimizer_call import may_fuse
-from echelon.update.precision.stepper import LocalStepper, by_parameter, state_tensors
+from echelon.update.precision.stepper import LocalStepper, state_tensors
 
 _IN_FLIGHT = 2  # units whose gradients are on their way down
 
@@ -57,10 +57,8 @@ class HostStepper(LocalStepper):
     ) -> None:
         """`units`: all local parameters, in the order in which a forward pass uses them. `in_backward`: they
         are updated one after the other in the backward pass."""
-        self._local = [each for unit in units for each in unit]
-        copies = [each._replace(tensor=twins.of(each).updated) for each in self._local]
-        super().__init__(make_local(make, parameters, by_parameter(self._local, copies)), deferred=False)
         self._units, self._twins, self._boundary, self._worker = units, twins, boundary, worker
+        super().__init__(make, parameters, [each for unit in units for each in unit])
         self._delay, self._in_backward = delay, in_backward
         self._number = 0
         self._ring: HostRing | None = None
@@ -105,12 +103,14 @@ class HostStepper(LocalStepper):
         self._worker.check()
         if not self._twins.has_memory:
             self._allocate()
+        # Asked in each step: a hook that the user has added since expects the thread of the step.
         beside = runs_beside(self.optimizer)
         units = [unit] if unit is not None else self._units if beside else [self._local]
         with_gradients = [[each for each in part if each.tensor.grad is not None] for part in units]
         for each in (each for part in with_gradients for each in part):
             _check_dense(each)
         if self._delay:
+            # The backward passes of this step are over: no pass needs the older weights any more.
             self._send_delayed()
             self._is_late = True
         numbers = HostCopy(_on_one_device(factor, skip))
@@ -125,14 +125,19 @@ class HostStepper(LocalStepper):
         twins = [self._twins.of(each) for each in local]
         new = [twin for twin in twins if self.weights.is_changed(twin)]
         loads = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in new]
-        gradients, stores = self._send_gradients(local)
+        ring = self._ring
+        assert ring is not None
+        gradients, stores = self._send_gradients(local, ring)
         updated = [twin.updated for twin in twins]
+        # Made here, not in the job: it takes the options of now, which a scheduler may change before the job.
         call = HostCall(self.optimizer, updated) if beside else DirectCall(self.optimizer, updated)
         returning = self.weights.expect(twins, announce=not self._delay)
         number = self._number
 
         def job() -> None:
             try:
+                # `join` lets this thread wait until host memory is written, or is not read any more; `wait`,
+                # in the thread of the step, lets the device's stream wait.
                 for copy in (*loads, *stores, *returning.earlier):
                     copy.join()
                 for twin in twins:
@@ -142,19 +147,20 @@ class HostStepper(LocalStepper):
                 factor, skip = numbers.wait()
                 if not skip:
                     self._twins.update(twins, gradients, lambda: call(factor), number)
-            finally:
-                self._give_back()
+            finally:  # also after an error: the thread of the step may wait for room in the ring
+                ring.give_back()
             returning.send()
 
         returning.ticket = self._worker.submit(job) if beside else self._worker.run(job)
         self._stores.append([*loads, *stores])
         self._finish_stores(_IN_FLIGHT)
 
-    def _send_gradients(self, local: Sequence[LocalParameter]) -> tuple[list[Tensor], list[Copy]]:
+    def _send_gradients(
+        self, local: Sequence[LocalParameter], ring: HostRing
+    ) -> tuple[list[Tensor], list[Copy]]:
         found = [each.tensor.grad.detach() for each in local if each.tensor.grad is not None]
         sizes = [_aligned_bytes(gradient) for gradient in found]
-        assert self._ring is not None
-        pieces = self._ring.take(max(sum(sizes), ALIGNMENT))[: sum(sizes)].split(sizes)
+        pieces = ring.take(max(sum(sizes), ALIGNMENT))[: sum(sizes)].split(sizes)
         gradients = [
             piece.view(gradient.dtype)[: gradient.numel()].as_strided(
                 twin.weights.shape, twin.weights.stride()
@@ -164,12 +170,10 @@ class HostStepper(LocalStepper):
         stores = [self._boundary.store(host, own) for host, own in zip(gradients, found, strict=True)]
         return gradients, stores
 
-    def _give_back(self) -> None:
-        assert self._ring is not None
-        self._ring.give_back()
-
     def _finish_stores(self, at_most: int) -> None:
         """Let the device wait until the gradients of `at_most` units are on their way."""
+        # A copy keeps its gradient's memory until this wait: without it the allocator could give that memory
+        # to the next layer while the copy still reads it.
         while len(self._stores) > at_most:
             for copy in self._stores.popleft():
                 copy.wait()
@@ -295,7 +299,8 @@ class HostStepper(LocalStepper):
             self.weights.receive_all()
 
     def _state_storages(self) -> list[Tensor]:
-        held = dict.values(self.optimizer.state)  # which do not wait for the update that is under way
+        # Not `state.values()`, which waits for the update that is under way: the meter may be read meanwhile.
+        held = dict.values(self.optimizer.state)
         states = [dict(state) for state in list(held)]
         tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self._twins.master_storages(), *tensors]

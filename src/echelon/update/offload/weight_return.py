@@ -92,7 +92,7 @@ class WeightReturn:
         return [twin for kept in self._delayed for twin in kept.twins if self.is_changed(twin)]
 
     def is_changed(self, twin: Twin) -> bool:
-        """Whether the user has changed a weight since it came up, and the twin has other values."""
+        """Return whether the user has changed a weight since it came up, and the twin has other values."""
         return twin.local.tensor not in self._on_the_way and twin.is_changed
 
     def _mark(self, returning: Returning) -> None:
@@ -191,7 +191,7 @@ class KeptWeights:
         return replaced
 
     def is_changed(self) -> bool:
-        """Whether the user has changed a weight since the newest came up."""
+        """Return whether the user has changed a weight since the newest came up."""
         return any(twin.is_changed for twin in self._kept())
 
     def num_bytes(self) -> int:

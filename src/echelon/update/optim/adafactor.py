@@ -20,7 +20,6 @@ from torch import Tensor
 
 from echelon.errors import raise_errors
 from echelon.update.optim.sum_optimizer import (
-    Box,
     Entry,
     ParamGroup,
     Shape,
@@ -28,9 +27,9 @@ from echelon.update.optim.sum_optimizer import (
     SumOptimizer,
     Work,
     add_in_turns,
+    inside,
     portions,
     rate_of,
-    whole_box,
 )
 
 
@@ -153,7 +152,7 @@ def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
         norms = [[_norms(gradient, dim, sums.dtype) for gradient in entry.gradients] for entry in matrices]
         _square([norm for of_one in norms for norm in of_one])
         targets = [
-            [_along(sums[entry.part.number][statistic], box, dim) for box in entry.part.boxes]
+            [inside(sums[entry.part.number][statistic], box) for box in entry.part.boxes]
             for entry in matrices
         ]
         add_in_turns(targets, norms)
@@ -168,15 +167,6 @@ def _norms(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 def _square(values: list[Tensor]) -> None:
     if values:
         torch._foreach_mul_(values, values)
-
-
-def _along(statistic: Tensor, box: Box, dim: int) -> Tensor:
-    """The part of a statistic over `dim` that a box has."""
-    if box == whole_box(box):
-        return statistic
-    index = [*box]
-    index[dim] = slice(None)
-    return statistic[tuple(index)]
 
 
 def _add_norms(entries: Sequence[Entry], targets: Sequence[Tensor], boxes: list[Tensor]) -> None:
@@ -225,7 +215,7 @@ def _second_moments(group: ParamGroup, entry: Entry) -> list[Tensor]:
         return [view.clone() for view in entry.part.views(entry.state["variance"])]
     rows, columns = entry.state["row_var"], entry.state["col_var"]
     rows = rows / rows.mean(dim=-2, keepdim=True).clamp_(min=_least(group, entry))
-    return [_along(rows, box, -1) * _along(columns, box, -2) for box in entry.part.boxes]
+    return [inside(rows, box) * inside(columns, box) for box in entry.part.boxes]
 
 
 def _apply(

@@ -144,8 +144,8 @@ def first_state(
 
 
 def _begins_alike(made: Any, small: Any, whole: Tensor | None) -> bool:
-    """Whether state has the same number for every element of `whole` (or is one number, without it), which is
-    that of the small tensor, in the precision of what was made."""
+    """Return whether state has the same number for every element of `whole` (or is one number, without it),
+    which is that of the small tensor, in the precision of what was made."""
     if not isinstance(made, Tensor) or not isinstance(small, Tensor):
         return isinstance(small, bool | int | float | None) and made == small
     has_shape = made.dim() == 0 if whole is None else made.shape == whole.shape

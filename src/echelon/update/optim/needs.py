@@ -58,7 +58,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.O
 
 
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is one of torch's own that treat every element alike."""
+    """Return whether `optimizer` is one of torch's own that treat every element alike."""
     return _is_torch_s(optimizer, _ELEMENTWISE)
 
 

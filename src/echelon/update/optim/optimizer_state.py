@@ -33,7 +33,8 @@ def state_forms(
 
 
 def has_no_state(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> bool:
-    """Whether the optimizer never updates a tensor, since this rank has padding alone of the parameter."""
+    """Return whether the optimizer never updates a tensor, since this rank has padding alone of the
+    parameter."""
     owner = _owner(optimizer, tensor)
     return owner is not None and isinstance(owner[0], SumOptimizer) and owner[0].passes_over(tensor)
 

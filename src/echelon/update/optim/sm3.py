@@ -19,17 +19,16 @@ from torch import Tensor
 
 from echelon.errors import raise_errors
 from echelon.update.optim.sum_optimizer import (
-    Box,
     Entry,
     ParamGroup,
     Shape,
     StatisticsBuffer,
     SumOptimizer,
     Work,
+    inside,
     maximum_in_turns,
     portions,
     rate_of,
-    whole_box,
 )
 
 _MOST_DIMS = 64  # of any tensor
@@ -117,19 +116,11 @@ def _num_accumulators(entry: Entry) -> int:
     return len(entry.shape) or 1
 
 
-def _inside(accumulator: Tensor, box: Box) -> Tensor:
-    """The accumulators of the indices that a box has."""
-    if box == whole_box(box):
-        return accumulator
-    sizes = zip(box, accumulator.shape, strict=True)
-    return accumulator[tuple(indices if size > 1 else slice(None) for indices, size in sizes)]
-
-
 def _second_moments(entry: Entry) -> list[Tensor]:
     """ν of each box."""
     moments = []
     for box, gradient in zip(entry.part.boxes, entry.gradients, strict=True):
-        least = reduce(torch.minimum, [_inside(each, box) for each in _state(entry)])
+        least = reduce(torch.minimum, [inside(each, box) for each in _state(entry)])
         gradient = gradient.to(least.dtype)
         moments.append(torch.addcmul(least.expand(gradient.shape), gradient, gradient))
     return moments
@@ -143,7 +134,7 @@ def _collect_largest(
     for dim in range(max(_num_accumulators(entry) for entry in entries)):
         having = [(entry, of_one) for entry, of_one in pairs if dim < _num_accumulators(entry)]
         targets = [
-            [_inside(largest[entry.part.number][dim], box) for box in entry.part.boxes] for entry, _ in having
+            [inside(largest[entry.part.number][dim], box) for box in entry.part.boxes] for entry, _ in having
         ]
         maximum_in_turns(targets, [[_largest(moment, dim) for moment in of_one] for _, of_one in having])
 

@@ -36,6 +36,14 @@ def whole_box(dims: Sized) -> Box:
     return (slice(None),) * len(dims)
 
 
+def inside(statistic: Tensor, box: Box) -> Tensor:
+    """Return the part of a statistic that a box has; it has one value along dims that it is a sum over."""
+    if box == whole_box(box):
+        return statistic
+    sizes = zip(box, statistic.shape, strict=True)
+    return statistic[tuple(indices if size > 1 else slice(None) for indices, size in sizes)]
+
+
 class Part(NamedTuple):
     """The part of a whole parameter that one tensor, which an optimizer updates, is.
 
@@ -270,7 +278,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         return self._new_state(group, Entry(part, shape, {}, [], []), small, work.exchange.dtype)
 
     def passes_over(self, tensor: Tensor) -> bool:
-        """Whether updates leave a parameter out, since all that is here of it is padding."""
+        """Return whether updates leave a parameter out, since all that is here of it is padding."""
         self._find_parameters()
         held = (work.exchange.parts.get(tensor) for work in self._work)
         return not any(part is not None and _has_elements(part, tensor) for part in held)

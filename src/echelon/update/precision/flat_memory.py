@@ -46,8 +46,8 @@ def without_memory(
 
 
 def have_same_layout(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the elements of two tensors of one shape lie alike in memory. The stride of a dim of size 1
-    moves nothing, and may be any."""
+    """Return whether the elements of two tensors of one shape lie alike in memory. The stride of a dim of
+    size 1 moves nothing, and may be any."""
     pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return all(size == 1 or stride == other_stride for size, stride, other_stride in pairs)
 
@@ -129,7 +129,7 @@ def _needs_copy(gradient: Tensor, master: nn.Parameter) -> bool:
 
 
 def has_kernel(tensor: Tensor) -> bool:
-    """Whether Triton has kernels for it."""
+    """Return whether Triton has kernels for it."""
     return tensor.is_cuda and _has_triton()
 
 

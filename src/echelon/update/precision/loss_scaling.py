@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from echelon.update.numbers import Flag, Number
+from echelon.update.numbers import Flag, Number, choose
 
 SMALLEST = 1.0  # no dynamic scale falls below: a smaller one would only lose gradients
 
@@ -82,38 +82,22 @@ class LossScaling:
         """A step is over: its gradients were not finite, or were, or it was `refused` for another reason."""
         if not isinstance(self._rule, DynamicScale):
             return
-        change = _next_on_device if isinstance(self.state.scale, Tensor) else _next_on_host
-        self.state = change(self.state, self._rule, overflows, refused)
+        self.state = _next_state(self.state, self._rule, overflows, refused)
 
 
 def _like(old: Number, value: float) -> Number:
     return torch.full_like(old, value) if isinstance(old, Tensor) else value
 
 
-def _next_on_host(state: ScaleState, rule: DynamicScale, overflows: object, refused: object) -> ScaleState:
-    scale, good = float(state.scale), float(state.good_steps)
-    if overflows:
-        return ScaleState(max(scale / rule.factor, SMALLEST), 0.0)
-    if refused:
-        return state
-    if good + 1 >= rule.interval:
-        return ScaleState(scale * rule.factor, 0.0)
-    return ScaleState(scale, good + 1)
-
-
-def _next_on_device(state: ScaleState, rule: DynamicScale, overflows: Flag, refused: Flag) -> ScaleState:
-    """Compute the same without reading any of the numbers."""
+def _next_state(state: ScaleState, rule: DynamicScale, overflows: Flag, refused: Flag) -> ScaleState:
+    """Return the state after a step, without reading numbers of a device."""
     scale, good = state
-    assert isinstance(scale, Tensor)
-    assert isinstance(good, Tensor)
-    assert isinstance(overflows, Tensor)
-    assert isinstance(refused, Tensor)
     grows = good + 1 >= rule.interval
-    scale_after = torch.where(grows, scale * rule.factor, scale)
-    good_after = torch.where(grows, 0.0, good + 1)
-    scale_after, good_after = torch.where(refused, scale, scale_after), torch.where(refused, good, good_after)
-    smaller = (scale / rule.factor).clamp(min=SMALLEST)
-    return ScaleState(torch.where(overflows, smaller, scale_after), good_after.masked_fill(overflows, 0.0))
+    smaller = scale / rule.factor
+    smaller = choose(smaller < SMALLEST, SMALLEST, smaller)
+    after = ScaleState(choose(grows, scale * rule.factor, scale), choose(grows, 0.0, good + 1))
+    after = ScaleState(choose(refused, scale, after.scale), choose(refused, good, after.good_steps))
+    return ScaleState(choose(overflows, smaller, after.scale), choose(overflows, 0.0, after.good_steps))
 
 
 def make_loss_scaling(

@@ -155,7 +155,8 @@ def restricted(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks, beside the engine's, hear of the optimizer's steps, or of those of all optimizers."""
+    """Return whether hooks, beside the engine's, hear of the optimizer's steps, or of those of all
+    optimizers."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = (  # some wrappers of optimizers never call Optimizer.__init__
         *(getattr(optimizer, name, None) or {} for name in own),
@@ -166,7 +167,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def may_fuse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's with a fused kernel, and the user left open how it works."""
+    """Return whether it is one of torch's with a fused kernel, and the user left open how it works."""
     kernel = _FUSED.get(type(optimizer))
     if kernel is None or not all(_leaves_choice(group) for group in optimizer.param_groups):
         return False
@@ -190,7 +191,7 @@ def _set_fused(optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
 
 
 def _has_protocol(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it reads `grad_scale` and `found_inf`."""
+    """Return whether it reads `grad_scale` and `found_inf`."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and "grad_scaler" not in inspect.signature(optimizer.step).parameters

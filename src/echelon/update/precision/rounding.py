@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
-from echelon.update.optim.local import Make, make_local
+from echelon.update.optim.local import Make
 from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, portions, without_memory
 from echelon.update.precision.stepper import (
     LocalStepper,
-    by_parameter,
     copy_all,
     takes_portions,
     with_gradients,
@@ -169,19 +168,17 @@ class RoundingStepper(LocalStepper):
         self,
         make: Make,
         parameters: Sequence[nn.Parameter],
-        local: list[LocalParameter],
+        local: Sequence[LocalParameter],
         placements: Mapping[nn.Parameter, Placement],
         rounding: KeyedRounding,
         *,
         deferred: bool = False,
     ) -> None:
         """`placements`: of what is updated of each local parameter."""
-        self._local, self._placements, self._rounding = local, placements, rounding
+        self._placements, self._rounding = placements, rounding
         self._copies = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._without_memory = {weight: copy.data for weight, copy in self._copies.items()}
-        copies = [each._replace(tensor=self._copies[each.tensor]) for each in local]
-        optimizer = make_local(make, parameters, by_parameter(local, copies))
-        super().__init__(optimizer, deferred=deferred)
+        super().__init__(make, parameters, local, deferred=deferred)
 
     def start_update(self, number: int) -> None:
         self._rounding.start_update(number)

@@ -140,9 +140,22 @@ class Stepper(ABC):
 
 
 class LocalStepper(Stepper):
-    """The optimizer updates something in place of each local parameter."""
+    """The optimizer updates something in place of each local parameter: a subclass has it when this is
+    made."""
 
-    _local: Sequence[LocalParameter]
+    def __init__(
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        local: Sequence[LocalParameter],
+        *,
+        deferred: bool = False,
+    ) -> None:
+        self._local = local
+        held: dict[nn.Parameter, list[nn.Parameter]] = {}
+        for each in local:
+            held.setdefault(each.parameter, []).append(self.updated(each))
+        super().__init__(make_local(make, parameters, held), deferred=deferred)
 
     @abstractmethod
     def updated(self, local: LocalParameter) -> nn.Parameter:
@@ -168,18 +181,6 @@ class LocalStepper(Stepper):
 class DirectStepper(LocalStepper):
     """The optimizer works on the weights themselves."""
 
-    def __init__(
-        self,
-        make: Make,
-        parameters: Sequence[nn.Parameter],
-        local: list[LocalParameter],
-        *,
-        deferred: bool = False,
-    ) -> None:
-        optimizer = make_local(make, parameters, by_parameter(local, local))
-        super().__init__(optimizer, deferred=deferred)
-        self._local = local
-
     def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         parameters = with_gradients(self._local if unit is None else unit)
         with nullcontext() if unit is None else restricted(self.optimizer, parameters):
@@ -200,18 +201,15 @@ class MasterStepper(LocalStepper):
         self,
         make: Make,
         parameters: Sequence[nn.Parameter],
-        local: list[LocalParameter],
+        local: Sequence[LocalParameter],
         *,
         deferred: bool = False,
     ) -> None:
-        self._local = local
         self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
         self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
-        copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
-        optimizer = make_local(make, parameters, by_parameter(local, copies))
-        super().__init__(optimizer, deferred=deferred)
-        self._fused = FusedAdam(optimizer) if deferred else None
+        super().__init__(make, parameters, local, deferred=deferred)
+        self._fused = FusedAdam(self.optimizer) if deferred else None
 
     def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         if not self._has_masters:
@@ -288,14 +286,14 @@ def with_gradients(local: Sequence[LocalParameter]) -> list[nn.Parameter]:
 
 
 def takes_portions(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one, also where ranks do not
-    call alike: true of torch's optimizers whose state is of single parameters."""
+    """Return whether several calls, each for some of the parameters, are the same as one, also where ranks do
+    not call alike: true of torch's optimizers whose state is of single parameters."""
     return works_by_element(optimizer) and not _is_watched(optimizer)
 
 
 def takes_units(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one, if all ranks call alike:
-    true of optimizers that update one parameter at a time."""
+    """Return whether several calls, each for some of the parameters, are the same as one, if all ranks call
+    alike: true of optimizers that update one parameter at a time."""
     return need_of(optimizer) is not None and not _is_watched(optimizer)
 
 
@@ -317,13 +315,13 @@ _BY_UNIT = {"setting": "offload=parameters", "fix": "drop offload=parameters"}
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook, or a replaced `step`, hears of the calls."""
+    """Return whether a hook, or a replaced `step`, hears of the calls."""
     every = dict.fromkeys([optimizer, *inner_optimizers(optimizer)])
     return any(has_other_step(each) or has_step_hooks(each) for each in every)
 
 
 def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` of this very optimizer was replaced."""
+    """Return whether `step` of this very optimizer was replaced."""
     replaced = vars(optimizer).get("step")
     return replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
 
@@ -345,12 +343,3 @@ def state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> di
     """The optimizer's state of one tensor that it updates."""
     state = optimizer.state.get(updated, {})
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
-
-
-def by_parameter(
-    local: list[LocalParameter], updated: list[LocalParameter]
-) -> dict[nn.Parameter, list[nn.Parameter]]:
-    result: dict[nn.Parameter, list[nn.Parameter]] = {}
-    for each, replacement in zip(local, updated, strict=True):
-        result.setdefault(each.parameter, []).append(replacement.tensor)
-    return result

@@ -60,7 +60,10 @@ class HostWeights:
 
     @property
     def values(self) -> Tensor:
-        """The host's memory, for the host to read and, while nothing is here, to write."""
+        """The host's memory, for the host to read and, while nothing is here, to write.
+
+        Waits for the last store: a copy from the device runs behind the host's back.
+        """
         if self._store is not None:
             self._store.join()
         return self._host
@@ -156,6 +159,7 @@ class HostUnit(FlatUnit):
 
     def _fetch(self) -> None:
         if not self.host.is_here:
+            # An update on the host (offload=optimizer) may still write the values that are fetched.
             self._owner.wait_for_weights(self._local)
         self.host.fetch()
 
@@ -201,6 +205,7 @@ class HostUnit(FlatUnit):
         self.host.wait()
 
     def put_back(self) -> None:
+        # This rank has updated its part of weights that are whole on each host: get the others' first.
         if not self.sharded and self.group.size > 1:
             self.group.all_gather(self.flat, self.shard)
         self.host.store()

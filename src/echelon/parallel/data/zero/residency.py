@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger
-from echelon.collectives.alone import check_not_alone
+from echelon.collectives.group import check_not_alone
 from echelon.parallel.data.sharing import Problem
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.unit_agreement import GatherAgreement
@@ -38,13 +38,31 @@ class Residency:
         self._units, self._needs, self._prefetch, self._ledger = units, needs, prefetch, ledger
         self._root = root
         self._gathered = 0  # a number made from all that was gathered in this step, in order
-        self._users = [0] * len(units)
+        self._users = [0] * len(units)  # a tied weight, or the root's, has several at a time
         self._held: set[int] = set()  # units that are read outside of their modules: until the step is over
-        # With updates in the backward pass one of prefetch + 1 places is for what is being stored.
+        # With updates in the backward pass one of prefetch + 1 places is for what is being stored: its memory
+        # is free only when the copy to the host is done.
         self._behind = 1 if stores and prefetch > 1 else 0
         self._leaving: deque[FlatUnit] = deque()  # units on their way to host memory, not in use any more
-        self._sequence = list(range(len(units)))
-        self._trace: list[int] = []
+        self._trace: list[int] = []  # what this step's forward passes have entered
+        self._set_sequence(list(range(len(units))))
+
+    def _set_sequence(self, sequence: list[int]) -> None:
+        """From now on, expect passes to enter units in this order, or its reverse on the way back."""
+        self._sequence = sequence
+        self._orders = {False: sequence, True: sequence[::-1]}  # by `backward`
+        # Made once: each unit asks for it in each pass.
+        self._following = {
+            backward: {index: self._units_after(index, order, backward) for index in order}
+            for backward, order in self._orders.items()
+        }
+
+    def _units_after(self, index: int, order: list[int], backward: bool) -> list[int]:
+        number = self._num_ahead(backward)
+        if index == self._root:  # it is entered first, whichever way
+            return [unit for unit in order if unit != index][:number]
+        place = order.index(index)
+        return order[place + 1 : place + 1 + number]
 
     @property
     def num_gathered(self) -> int:
@@ -54,7 +72,9 @@ class Residency:
     def reset(self) -> None:
         """Free everything: between steps, and after one that failed."""
         if self._trace:
-            self._sequence = list(dict.fromkeys(self._trace))
+            entered = list(dict.fromkeys(self._trace))
+            if entered != self._sequence:
+                self._set_sequence(entered)
             self._trace = []
         self._users = [0] * len(self._units)
         self._held.clear()
@@ -65,7 +85,10 @@ class Residency:
             self._leaving.popleft().drop()
 
     def abandon(self) -> None:
-        """A pass has raised: nothing is in use. What is gathered stays so until the next step."""
+        """A pass has raised: nothing is in use. What is gathered stays so until the next step.
+
+        To free it would wait for its messages, which peers that have raised too may never send.
+        """
         self._users = [0] * len(self._units)
         self._held.clear()
 
@@ -76,7 +99,8 @@ class Residency:
         for need in self._needs[index]:
             self._users[need] += 1
             self._gather(need)
-        for following in self._following(index, backward):
+        # The next units' messages are issued before the host waits for this unit's: they overlap its module.
+        for following in self._following[backward].get(index, ()):
             self._gather(following)
         for need in self._needs[index]:
             self._synchronize(need)
@@ -115,8 +139,7 @@ class Residency:
 
     def ahead(self, *, backward: bool) -> None:
         """Begin to gather what a pass enters first."""
-        order = list(reversed(self._sequence)) if backward else self._sequence
-        for index in order[: self._ahead(backward) + 1]:
+        for index in self._orders[backward][: self._num_ahead(backward) + 1]:
             self._gather(index)
 
     def free_unused(self) -> None:
@@ -132,17 +155,7 @@ class Residency:
             if self._users[need] == 0:
                 self._free(need)
 
-    def _following(self, index: int, backward: bool) -> list[int]:
-        if index not in self._sequence:
-            return []
-        number = self._ahead(backward)
-        ahead = list(reversed(self._sequence)) if backward else self._sequence
-        if index == self._root:  # it is entered first, whichever way
-            return [unit for unit in ahead if unit != index][:number]
-        place = ahead.index(index)
-        return ahead[place + 1 : place + 1 + number]
-
-    def _ahead(self, backward: bool) -> int:
+    def _num_ahead(self, backward: bool) -> int:
         return self._prefetch - (self._behind if backward else 0)
 
     def store(self, flat: FlatUnit) -> None:
@@ -157,6 +170,8 @@ class Residency:
         if not moving:
             return {}
         device = moving[0].flat.device
+        # The largest of x and of −x over all ranks: each the other's negative if and only if all have one x.
+        # The answer stays on the device: to read it would stall every step.
         extremes = torch.full((2,), self._gathered, dtype=torch.int64, device=device)
         extremes[1].neg_()
         with self._ledger.about("agreement"):
@@ -164,14 +179,20 @@ class Residency:
         return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
 
     def _gather(self, index: int) -> None:
-        if any(flat.sharded and not flat.is_gathered for flat in self._units[index]):
-            check_not_alone("all_gather", "data")
-        if self._agreement is not None and not all(flat.is_gathered for flat in self._units[index]):
-            self._agreement.gather(index)
+        flats = self._units[index]
+        missing = [flat for flat in flats if not flat.is_gathered]
+        if missing:
+            if any(flat.sharded for flat in missing):
+                check_not_alone("all_gather", "data")
+            if self._agreement is not None:
+                self._agreement.gather(index)
+            # A hash of the order: ranks that gathered the same units in another order have other numbers.
+            for _ in missing:
+                self._gathered = (self._gathered * 1_000_003 + index + 1) % 2**61
+        elif not any(flat.offloaded for flat in flats):
+            return  # most calls, since units are gathered ahead
         with self._ledger.about("parameters"):
-            for flat in self._units[index]:
-                if not flat.is_gathered:
-                    self._gathered = (self._gathered * 1_000_003 + index + 1) % 2**61
+            for flat in flats:
                 flat.gather()
 
     def _synchronize(self, index: int) -> None:

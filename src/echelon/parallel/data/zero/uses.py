@@ -82,6 +82,7 @@ class UseHooks:
         for tensor in _tensors(output):  # nothing, when the forward has raised
             self._returned(use, tensor)
             # A hook on a leaf would stay forever, and a leaf has no backward pass of this module behind it.
+            # The hook holds the use, and not the tensor: that would keep the graph, and so itself, alive.
             if tensor.requires_grad and not tensor.is_leaf:
                 consumers = self._consumers.setdefault(tensor, [])
                 tensor.register_hook(lambda _, consumers=consumers: self._begin_backward(use, consumers))

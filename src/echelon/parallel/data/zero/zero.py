@@ -137,7 +137,8 @@ class Zero(Sharing, UnitOwner):
 
     def start_step(self) -> None:
         super().start_step()
-        self._sums.drop()  # what a step that failed half-way has left
+        # What a step that failed half-way has left: messages in flight would meet those of this step.
+        self._sums.drop()
         while self._used:
             self._used.popitem()[1].wait()
         self.reducer.start_step()
@@ -179,7 +180,7 @@ class Zero(Sharing, UnitOwner):
         with explain_mismatch():
             self._sums.complete()
             self._problems = self.residency.compare(self._shard_group) if self._gathers else {}
-        if self._host_units:  # no pass follows in this step: units need this memory for their update
+        if self._host_units:  # no pass follows in this step: units need the memory for their update
             self.residency.reset()
         if self._in_backward:
             self.reducer.finish_step()
@@ -241,10 +242,11 @@ class Zero(Sharing, UnitOwner):
     def _use(self, gradient: UnitGradient) -> None:
         """The gradient of a unit is summed: update this rank's part of it."""
         flat = self._flat_of_gradient[gradient]
+        # These flags were sent before the gradient, which is summed: they are there by now.
         used = self._used.pop(flat).wait()
         for local in flat.local_parameters():
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
-        flat.start_update()
+        flat.start_update()  # before the update writes to what passes have read
         self._use_unit(flat.local_parameters(), partial(self._present, flat))
         gradient.free_part()
         flat.mark_updated()

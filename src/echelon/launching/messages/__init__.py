@@ -1,1 +1,0 @@
-"""What the launcher and its ranks tell each other."""
