@@ -33,7 +33,7 @@ Dtype = Annotated[
 
 @app.command("show")
 def show(path: CheckpointPath, as_json: Json = False) -> None:
-    """What is in a checkpoint, and whether it is whole: every hash is compared."""
+    """Show what is in a checkpoint, and whether it is whole: every hash is compared."""
     from echelon.state.checkpoint.folder import find_checkpoint, one_before_is_named
     from echelon.state.checkpoint.saved import SavedState, summarize
 
@@ -64,16 +64,12 @@ def _table(summary: dict[str, Any]) -> Table:
         "files": f"{len(summary['files'])}, {show_bytes(sum(summary['files'].values()))}, all hashes right",
     }
     for name, text in rows.items():
-        table.add_row(Text(name, style="bold"), Text(_printable(text)))
+        table.add_row(Text(name, style="bold"), Text(text if text.isprintable() else ascii(text)))
     return table
 
 
 def _size(size: dict[str, Any]) -> str:
     return f"{show_bytes(size['bytes'])} in {size['tensors']:,} tensors of {', '.join(size['types'])}"
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else ascii(text)
 
 
 def export(run: RunPath, to: Format, out: Out = None, dtype: Dtype = None, as_json: Json = False) -> None:

@@ -82,11 +82,9 @@ def run(
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
     except preempted.Preempted as error:
-        return (
+        if is_first_rank():
             _fail(arguments, preempted.EXIT_CODE, _with_notes(error))
-            if is_first_rank()
-            else preempted.EXIT_CODE
-        )
+        return preempted.EXIT_CODE
     except signals.Terminated as error:
         return _fail(arguments, signals.EXIT_CODE, _with_notes(error))
     except signals.Interrupted as error:
@@ -128,8 +126,5 @@ def make_robust(*streams: Any) -> None:
 def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     wrong = error.object[error.start : error.end]
-    return "".join(map(_plain, wrong)), error.end
-
-
-def _plain(character: str) -> str:
-    return _PLAIN.get(character) or character.encode("ascii", "backslashreplace").decode("ascii")
+    escaped = (_PLAIN.get(each) or each.encode("ascii", "backslashreplace").decode("ascii") for each in wrong)
+    return "".join(escaped), error.end

@@ -34,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def read_count(option: str, text: str | None, errors: list[str]) -> int | None:
-    """The number that an option gives; None if it is left out, or wrong: then its error is added."""
+    """Read the number of an option; None if it is left out, or wrong: then its error is added."""
     if text is None:
         return None
     digits = text.strip()
@@ -45,12 +45,12 @@ def read_count(option: str, text: str | None, errors: list[str]) -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints on standard output: under torchrun, only rank 0 does."""
+    """Return whether this process prints on standard output: under torchrun, only rank 0 does."""
     return not is_under_torchrun() or os.environ["RANK"] == "0"
 
 
 def console(as_json: bool) -> Console:
-    """The console for a person; quiet if a program asked for JSON."""
+    """Return the console for a person; quiet if a program asked for JSON."""
     return Console(quiet=as_json or not is_first_rank(), highlight=False)
 
 

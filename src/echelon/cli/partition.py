@@ -113,9 +113,11 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
         is_text = heading in ("layers", "limited by", "workers")
         table.add_column(heading, justify="left" if is_text else "right")
     for index, stage in enumerate(split.stages):
+        first, count = stage.layers[0], len(stage.layers)
         table.add_row(
             str(index),
-            Text(_span(stage.layers)),  # a name may look like markup
+            # Text, not str: a name may be taken for markup.
+            Text(first if count == 1 else f"{first} … {stage.layers[-1]} ({count})"),
             str(stage.replicas),
             show_seconds(stage.seconds),
             stage.limit,
@@ -131,11 +133,6 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
         f"A microbatch takes {show_seconds(split.pipeline_seconds)} ({split.cost_model}'s cost model), "
         f"{split.speedup_over_data_parallel:.2f} times as fast as data parallelism: [bold]{split.plan}[/]"
     )
-
-
-def _span(layers: tuple[str, ...]) -> str:
-    """'a … d (4)'"""
-    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"
 
 
 def _ranges(workers: tuple[int, ...]) -> str:

@@ -95,8 +95,7 @@ def schedule(
     }
     costs, errors = _read_costs({key: text for key, text in texts.items() if text is not None})
     errors += [] if out is None else out_errors(out)
-    if measure:
-        errors += _unused_with_measure(texts, as_text)
+    errors += _unused_with_measure(texts, as_text) if measure else []
     sizes = _read_sizes(name, {"stages": stages, "microbatches": microbatches, "chunks": chunks}, errors)
     make = _from_file if _is_file(name) else _from_name
     with paused_collector():  # a program may be a million tuples
@@ -105,12 +104,11 @@ def schedule(
         if not costs.keys().isdisjoint(_COPIES):
             request = _with_copies(request)
         check(request.program)
-    screen = console(as_json)
-    view: MeasuredSchedule | SimulatedSchedule
-    if measure:
-        view = MeasuredSchedule.run(screen, request)
-    else:
-        view = SimulatedSchedule(request, simulate(request.program, Costs(**costs)))
+    view = (
+        MeasuredSchedule.run(console(as_json), request)
+        if measure
+        else SimulatedSchedule(request, simulate(request.program, Costs(**costs)))
+    )
     if out is not None:
         write(out, request.program, view.panels())
     if as_json:
@@ -118,7 +116,7 @@ def schedule(
     elif as_text:
         print(show(request.program), end="")
     else:
-        view.display(screen)
+        view.display(console(as_json))
 
 
 def _with_copies(request: "ScheduleRequest") -> "ScheduleRequest":

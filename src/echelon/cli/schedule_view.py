@@ -35,7 +35,7 @@ _STYLES = {
     Op.UPDATE: "bold",
 }
 _MOST_RANKS, _MOST_LINES, _MOST_SPANS = 32, 72, 50_000  # of a grid on the screen
-_MOST_MEASURED_RANKS, _MOST_MEASURED_FORWARDS = 16, 1000
+_MOST_RUN_RANKS, _MOST_FORWARDS = 16, 1000  # of a program that runs here
 _PLANNED, _MEASURED = "simulated with the measured costs", "measured"
 
 
@@ -161,16 +161,13 @@ class MeasuredSchedule:
     def display(self, screen: Console) -> None:
         """Print the two bubbles, the costs, and the two grids in colour."""
         self.request.display(screen, self._figures())
-        costs = self._costs()
+        rehearsal, costs = self.rehearsal, self._costs()
         table = _table("stage", *(op.name.lower().replace("_", " for ") for op in costs))
         for stage in range(self.request.program.stages):
             table.add_row(str(stage), *(show_seconds(float(by_stage[stage])) for by_stage in costs.values()))
         screen.print(table)
-        tick = _tick(self.rehearsal.typical)
-        for title, spans in (
-            (_MEASURED, self.rehearsal.typical),
-            (_PLANNED, self.rehearsal.planned_work),
-        ):
+        tick = _tick(rehearsal.typical)
+        for title, spans in ((_MEASURED, rehearsal.typical), (_PLANNED, rehearsal.planned_work)):
             screen.print(f"\n[bold]{title}[/], in milliseconds")
             milliseconds = [span._replace(start=1000 * span.start, end=1000 * span.end) for span in spans]
             _display_spans(screen, milliseconds, len(self.request.program.ranks), 1000 * tick)
@@ -211,12 +208,10 @@ def _measuring_errors(request: ScheduleRequest) -> list[str]:
     errors = []
     if is_under_torchrun():
         errors.append("--measure starts its own ranks: run it without torchrun")
-    if not 2 <= ranks <= _MOST_MEASURED_RANKS:
-        most = _MOST_MEASURED_RANKS
-        errors.append(f"--measure with {ranks} ranks: it needs 2 to {most}, all on this machine")
-    if forwards > _MOST_MEASURED_FORWARDS:
-        most = _MOST_MEASURED_FORWARDS
-        errors.append(f"--measure with {forwards} forwards: at most {most}; use fewer microbatches")
+    if not 2 <= ranks <= _MOST_RUN_RANKS:
+        errors.append(f"--measure with {ranks} ranks: it needs 2 to {_MOST_RUN_RANKS}, all on this machine")
+    if forwards > _MOST_FORWARDS:
+        errors.append(f"--measure with {forwards} forwards: at most {_MOST_FORWARDS}; use fewer microbatches")
     if request.file is not None and program.versioned:
         errors.append("--measure: a file with weight versions cannot run; use a pipedream schedule by name")
     return errors

@@ -54,14 +54,11 @@ def signals_raise(*, process_ends: bool = False) -> Iterator[None]:
         for number, handler in ((signal.SIGTERM, _raise), (signal.SIGINT, _interrupt_once())):
             after = signal.SIG_IGN if process_ends else signal.getsignal(number)
             stack.callback(signal.signal, number, after)
-            if is_first_rank() and not _is_ignored_ctrl_c(number):
+            # A shell starts commands in the background with Ctrl-C ignored.
+            is_ignored = number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN
+            if is_first_rank() and not is_ignored:
                 signal.signal(number, handler)
         yield
-
-
-def _is_ignored_ctrl_c(number: int) -> bool:
-    """A shell starts commands in the background so."""
-    return number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _raise(*_: object) -> None:

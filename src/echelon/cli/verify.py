@@ -66,7 +66,7 @@ def verify(
 
 
 def _read(job: Path | None, settings: list[str] | None, plan: str | None, errors: list[str]) -> "Job":
-    """The job, checked. Its errors are listed together with those of the options."""
+    """Read and check the job. Its errors are listed together with those of the options."""
     from echelon.train.jobs.job import check
     from echelon.train.jobs.job_file import read_job
 

@@ -8,6 +8,7 @@ import difflib
 import os
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,16 +159,12 @@ def _source_errors(source: str, path: Path) -> list[str]:
 
 
 def _missing(path: Path) -> str:
-    near = difflib.get_close_matches(path.name, [*_names_in(path.parent), STDLIB], n=1)
+    names = [STDLIB]
+    with suppress(OSError, ValueError):  # no such folder, or no permission: nothing to suggest
+        names = [*sorted(os.listdir(path.parent)), STDLIB]
+    near = difflib.get_close_matches(path.name, names, n=1)
     fix = f"did you mean '{near[0]}'?" if near else f"name {_SOURCES}"
     return f"there is no file or folder '{path}': {fix}"
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(child.name for child in folder.iterdir())
-    except (OSError, ValueError):  # no such folder, or no permission: nothing to suggest
-        return []
 
 
 def _vocab_errors(vocab: int, is_tokens: bool) -> list[str]:

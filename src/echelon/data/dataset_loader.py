@@ -95,7 +95,7 @@ class Loader:
         return self._order.num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """From the first batch of the epoch on, or from where `load_state_dict` says."""
+        """Give the batches from the first of the epoch on, or from where `load_state_dict` says."""
         self._given = self._order.first
         for batch in self._batches:
             self._given += 1
@@ -135,7 +135,7 @@ class Place(NamedTuple):
 @final
 @dataclass(eq=False)
 class _Order(Sampler[Place]):
-    """Which samples make each batch, and which of them are this replica's."""
+    """The order of samples: those of each batch, and those of them that are this replica's."""
 
     num_samples: int
     batch_size: int
@@ -184,17 +184,14 @@ class _Parts(Dataset[Any]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, place: Place) -> Any:
-        with seeded(self._seed, place.epoch, place.samples[0]) as seed_again:
-            batch = self._collate(self._samples(place, seed_again))
-        return _without_samples(batch) if place.is_empty else batch
-
-    def _samples(self, place: Place, seed_again: Callable[[int, int, int], None]) -> list[Any]:
         samples = []
-        for index in place.samples:
-            seed_again(self._seed, place.epoch, index)
-            samples.append(self._sample(index))
-        seed_again(self._seed, place.epoch, place.samples[0])
-        return samples
+        with seeded(self._seed, place.epoch, place.samples[0]) as seed_again:
+            for index in place.samples:
+                seed_again(self._seed, place.epoch, index)
+                samples.append(self._sample(index))
+            seed_again(self._seed, place.epoch, place.samples[0])  # for what the collate function draws
+            batch = self._collate(samples)
+        return _without_samples(batch) if place.is_empty else batch
 
     def _sample(self, index: int) -> Any:
         if callable(getattr(self._dataset, "__getitems__", None)):

@@ -1,4 +1,4 @@
-"""From an image file to a square of bytes, [3, side, side].
+"""Decoding of an image file to a square of bytes, [3, side, side].
 
 Pillow decodes. What it would convert wrongly in silence is converted here: 16-bit images are scaled and not
 clipped, transparent pixels become white, and the rotation that a camera noted (EXIF) is applied. An image is

@@ -43,7 +43,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """What lies in a folder: nothing is decoded yet. Class names and files are sorted by name."""
+    """The contents of a folder: nothing is decoded yet. Class names and files are sorted by name."""
 
     root: Path
     class_names: tuple[str, ...]
@@ -76,10 +76,11 @@ def open_image_folder(root: Path) -> ImageFolder:
     raise_errors(f"image folder '{root}'", [] if root.is_dir() else ["there is no such folder"])
     errors: list[str] = []
     try:
-        entries = sorted(_shown(os.scandir(root)), key=lambda entry: entry.name)
+        with os.scandir(root) as listed:
+            entries = sorted((e for e in listed if not e.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
         raise UserError(unreadable(root, error)) from None
-    class_names = [entry.name for entry in entries if _is_folder(entry, root)]
+    class_names = [entry.name for entry in entries if entry.is_dir() and _is_inside(Path(entry.path), root)]
     files: list[ImageFile] = []
     for label, name in enumerate(class_names):
         found, problems = _files_below(root, name)
@@ -156,15 +157,6 @@ def _files_below(root: Path, class_name: str) -> tuple[list[str], list[str]]:
             if not name.startswith(".") and _is_inside(path, root) and path.is_file():
                 files.append(str(path.relative_to(root)))
     return files, errors
-
-
-def _shown(entries: "os._ScandirIterator[str]") -> list["os.DirEntry[str]"]:
-    with entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
-
-
-def _is_folder(entry: "os.DirEntry[str]", root: Path) -> bool:
-    return entry.is_dir() and _is_inside(Path(entry.path), root)
 
 
 def _is_inside(path: Path, root: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Which windows of a corpus make the global batch of a step.
+"""The global batch of a step: which windows of a corpus make it.
 
 This depends only on (seed, step) and the shape of the batch. So every layout sees the same batches, and a
 resumed run continues exactly where it stopped: there is no state to save.

@@ -61,7 +61,7 @@ class Assembly:
                 return None
             return local.to(self._device, copy=True, memory_format=torch.contiguous_format)
         tensor = self._own_boxes(boxes)
-        if tensor.numel():
+        if tensor.numel():  # the shape is the same on all ranks, so all skip the sum of an empty one
             self._sum(tensor, to)
         return tensor if is_wanted else None
 

@@ -61,7 +61,7 @@ class Shard:
         here = whole = 0
         for size in self.parts:
             share = share_of(size, self.ranks)
-            num_true = min(share, size - self.rank * share)  # the rest is padding
+            num_true = min(share, size - self.rank * share)  # the rest is padding; negative: all of it
             low, high = max(first, here), min(end, here + num_true)
             if low < high:
                 begin = whole + self.rank * share + low - here

@@ -92,9 +92,9 @@ def test_what_the_package_requires_is_what_doctor_calls_required(monkeypatch: py
 def test_every_optional_package_is_one_that_the_code_imports() -> None:
     # tokenizers and wandb were promised, and nothing in echelon used them.
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    for extra in machine.EXTRAS:
-        pattern = rf"(import|from) ([a-z.]+\.)?{extra.name}|import_module\(\"{extra.name}"
-        assert re.search(pattern, sources), extra.name
+    for name in machine.EXTRAS:
+        pattern = rf"(import|from) ([a-z.]+\.)?{name}|import_module\(\"{name}"
+        assert re.search(pattern, sources), name
 
 
 def test_a_missing_package_that_is_needed_is_a_warning() -> None:
@@ -106,7 +106,7 @@ def test_a_missing_package_that_is_needed_is_a_warning() -> None:
 def test_a_missing_extra_is_a_note_with_its_cost_and_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed", lambda _: None)
     extras = {finding.name: finding for finding in machine.examine_extras().findings}
-    assert extras.keys() == {extra.name for extra in machine.EXTRAS}
+    assert extras.keys() == machine.EXTRAS.keys()
     assert {finding.status for finding in extras.values()} == {"note"}
     assert 'pip install "echelon[hf]"' in extras["transformers"].remark
 

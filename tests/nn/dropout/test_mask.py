@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.nn.dropout.mask import Draw, Runs, drop, mask_of, runs_of
-from echelon.nn.hashing import hash_of, mix, mix_, signed
+from echelon.nn.hashing import hash_of, mix
 from tests.nn.dropout.masks import keep_mask
 from tests.nn.dropout.triton_stand_in import kernel_on_cpu
 
@@ -117,12 +117,6 @@ def test_the_bits_are_those_of_the_first_release() -> None:
     assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # splitmix64's first number from seed 0
     kept = keep_mask(1, 2, 3, 4, (2, 16), 0.5)
     assert ["".join("01"[bit] for bit in row) for row in kept.int().tolist()] == FIRST_RELEASE
-
-
-def test_whole_numbers_and_tensors_are_mixed_alike() -> None:
-    numbers = [hash_of(index) for index in range(50)]
-    mixed = mix_(torch.tensor([signed(number) for number in numbers]))
-    assert mixed.tolist() == [signed(mix(number)) for number in numbers]
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (5, 6), (5, 4, 12), (5, 4, 6), (5, 4, 3, 6)])

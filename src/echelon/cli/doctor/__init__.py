@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def doctor(as_json: Json = False) -> None:
-    """What this machine can do, what is missing, and what that costs."""
+    """Show what this machine can do, what is missing, and what that costs."""
     from echelon.cli.doctor.report import render
 
     screen = console(as_json)

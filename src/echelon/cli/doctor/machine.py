@@ -7,7 +7,6 @@ import shutil
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 import echelon
 from echelon import hardware
@@ -23,6 +22,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 # What echelon depends on, in the order of pyproject.toml, without torch, whose version is judged too.
 REQUIRED = ("numpy", "safetensors", "typer", "rich", "pydantic", "pillow", "xxhash")
+# Optional packages: what is lost without each, and how to install it.
+EXTRAS = {
+    "transformers": 'models of transformers cannot be trained as they are: pip install "echelon[hf]"',
+    "tensorboard": 'no logs for TensorBoard: pip install "echelon[tensorboard]"',
+}
 
 
 def examine_machine() -> Section:
@@ -134,20 +138,6 @@ def _launch_backend() -> list[Finding]:
     return [Finding("launch of 2 ranks uses", launch_backend(2))]
 
 
-class Extra(NamedTuple):
-    """An optional package: what is lost without it, and how to install it."""
-
-    name: str
-    cost: str
-    install: str
-
-
-EXTRAS = (
-    Extra("transformers", "models of transformers cannot be trained as they are", '"echelon[hf]"'),
-    Extra("tensorboard", "no logs for TensorBoard", '"echelon[tensorboard]"'),
-)
-
-
 def examine_versions() -> Section:
     return section(
         "Versions",
@@ -165,12 +155,7 @@ def examine_versions() -> Section:
 def examine_extras() -> Section:
     return section(
         "Optional packages",
-        {
-            "extras": lambda: [
-                _judge_package(extra.name, "note", f"{extra.cost}: pip install {extra.install}")
-                for extra in EXTRAS
-            ]
-        },
+        {"extras": lambda: [_judge_package(name, "note", remark) for name, remark in EXTRAS.items()]},
     )
 
 

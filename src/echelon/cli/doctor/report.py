@@ -77,7 +77,7 @@ def render(report: Report) -> "RenderableType":
     for section in report.sections:
         table.add_row("", Text(section.title, "bold"))
         for finding in section.findings:
-            # Text, not str: a value may look like markup.
+            # Text, not str: a value may be taken for markup.
             mark, remark = Text(*_MARKS[finding.status]), Text(finding.remark, "dim")
             table.add_row(mark, Text(finding.name), Text(finding.value), remark)
         table.add_row()

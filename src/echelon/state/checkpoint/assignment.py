@@ -1,4 +1,4 @@
-"""Which rank writes what into which file, and the manifest that says so.
+"""The assignment of slices to ranks and their files, and the manifest that says so.
 
 Each slice is written once, and every rank writes about as many bytes as the others: slices that several ranks
 hold (replicas) are shared out. All ranks compute the same from the same lists, so reports are short: sizes,
@@ -27,6 +27,7 @@ def share_out(lists: Sequence[Sequence[RankSlice]]) -> list[list[Slice]]:
         for box in owned:
             owners.setdefault((box.slice.name, box.slice.part), {}).setdefault(box.slice, []).append(box)
     chosen = [holders[box] for holders in owners.values() for box in cover(holders)]
+    # Largest first, and slices of one size by name: the same order on every rank.
     chosen.sort(key=lambda holders: (-_num_bytes(holders[0]), holders[0].slice))
     written: list[list[Slice]] = [[] for _ in lists]
     taken = [0] * len(lists)
@@ -43,7 +44,7 @@ def _num_bytes(box: RankSlice) -> int:
 
 
 class Assignment(NamedTuple):
-    """By rank: the files it writes, and the numbers it reports. `signature`: of what this rank owns."""
+    """The files that each rank writes, and the numbers it reports. `signature`: of what this rank owns."""
 
     signature: str
     layouts: list[list[FileLayout]]

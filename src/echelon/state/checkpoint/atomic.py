@@ -27,7 +27,8 @@ def replace_folder(new: Path, path: Path) -> None:
         new.rename(path)
     elif not _exchange(new, path):
         remove_standby(path)
-        path.rename(standby_of(path))  # where `locate` finds it
+        # Between the two renames nothing has the name: a job killed here leaves the old one to `locate`.
+        path.rename(standby_of(path))
         new.rename(path)
         with suppress(OSError):
             standby_of(path).rename(new)

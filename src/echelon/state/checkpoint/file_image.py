@@ -104,7 +104,7 @@ class FileImage:
             if low < high:
                 part = self._flat(self._first)[low - box.begin : high - box.begin]
                 out[low - begin : high - begin].copy_(part, non_blocking=is_pinned)
-            if box.begin + box.nbytes > end:
+            if box.begin + box.nbytes > end:  # the next range begins inside this box
                 return
             self._first += 1
 

@@ -77,8 +77,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `numbers` are the engine's own, `state_numbers` those of the optimizer's state
-    that are no tensors, `groups` its options, and `extra` is the user's."""
+    """The contents of a checkpoint. `numbers` are the engine's own, `state_numbers` those of the optimizer's
+    state that are no tensors, `groups` its options, and `extra` is the user's."""
 
     step: int
     plan: str

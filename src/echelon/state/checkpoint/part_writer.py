@@ -120,7 +120,7 @@ class FilledChunks:
     """Memory for chunks, used for one file after the other."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """`size`: of the largest file."""
+        """Allocate chunks for files of at most `size` bytes."""
         pinned = device.type == "cuda"
         self._device = device
         self._memory = [aligned_memory(min(CHUNK_BYTES, size), pinned=pinned) for _ in range(_CHUNKS)]

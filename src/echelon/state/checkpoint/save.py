@@ -198,7 +198,7 @@ class Saver:
             running.give_up(self._group.rank)
 
     def _finish_at_exit(self) -> None:
-        """The thread would end with the program, in silence."""
+        """Register the end of a save with that of the program: its thread would end with it, in silence."""
         if not self._is_at_exit:
             self._is_at_exit = True
             # Also at the end of a process of `launch`, where atexit calls nothing.

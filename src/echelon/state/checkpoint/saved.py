@@ -100,7 +100,7 @@ class SavedState:
             Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
         ]
         dtype = dtype_of(record.dtype)
-        is_read_in_place = out.is_cpu and out.dtype == dtype
+        is_read_in_place = out.is_cpu and out.dtype == dtype  # else one box in host memory, then a copy
         values = out if is_read_in_place else torch.empty(box.sizes, dtype=dtype)
         read_pieces(pieces, box, values, self._read_stored)
         if not is_read_in_place:
@@ -227,6 +227,7 @@ def open_whole(path: str | Path, *, verify: bool = True) -> SavedState:
         if verify:
             opened[0].verify(dist.get_rank(), dist.get_world_size())
 
+    # Rank 0 first: where there is no checkpoint, one rank says so, and a storage is asked once.
     fingerprint = str(decide_on_rank_0(open_first))
     check_on_every_rank(lambda: compare(fingerprint))
     return opened[0]

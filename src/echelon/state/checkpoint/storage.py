@@ -183,7 +183,7 @@ class FetchedFiles:
                 if count > most_bytes:  # also where the storage has named a smaller size, or none
                     raise self._too_large(name, most_bytes)
                 file.write(block)
-        part.rename(path)
+        part.rename(path)  # a fetch that failed half-way leaves no file that `file` would take for whole
 
     def _too_large(self, name: str, most_bytes: int) -> DamagedError:
         return DamagedError(

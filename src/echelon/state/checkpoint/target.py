@@ -1,4 +1,4 @@
-"""Where a checkpoint is written: everything goes to a temporary place, which gets its name when it is whole.
+"""The place where a checkpoint is written: a temporary one, which gets its name when it is whole.
 
     runs/a/.step-100.5f2c91aa.part/    rank-00000.safetensors, …, manifest.json; .writing is locked by rank 0
     runs/a/step-100/                   the same folder, renamed
@@ -53,7 +53,7 @@ class Target(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Rank 0: refuse a place where something else is, and prepare it."""
+        """Refuse a place where something else is, and prepare it; on rank 0."""
 
     @abstractmethod
     def stored_name(self, name: str) -> str:
@@ -72,19 +72,19 @@ class Target(ABC):
 
     @abstractmethod
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
-        """Rank 0, when all files are there: give it its name. An error says that it has not got it."""
+        """Give it its name, when all files are there; on rank 0. An error says that it has not got it."""
 
     @abstractmethod
     def clean_up(self) -> None:
-        """Rank 0, when it has its name: remove what was there for the writing. Can be done again."""
+        """Remove what was there for the writing, when it has its name; on rank 0. Can be done again."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Rank 0: remove what was written, unless it has got its name."""
+        """Remove what was written, unless it has got its name; on rank 0."""
 
 
 def target_at(path: str | Path, token: str) -> Target:
-    """`token` is the same on all ranks, and another one for every save."""
+    """Make the target of a path. `token` is the same on all ranks, and another one for every save."""
     if is_url(path):
         from echelon.state.checkpoint.remote_target import RemoteTarget
 
@@ -131,7 +131,7 @@ class FolderTarget(Target):
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
         self._check_shared(files)
-        for report in self.temporary.glob(_report_name("*")):
+        for report in self.temporary.glob(_report_name("*")):  # also where an earlier try has failed here
             report.unlink()
         write_file(self.temporary / MANIFEST, manifest)
         sync_path(self.temporary)  # the names of all files are on the disk before the folder's own
@@ -230,7 +230,7 @@ def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> 
 def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
     try:
         lock = no_links(str(path / _LOCK), os.O_WRONLY)
-    except FileNotFoundError:
+    except FileNotFoundError:  # not locked yet, or being removed: the lock may go before other files
         with suppress(OSError):
             is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < fresh_seconds
             return _is_of_ours(path) and not is_new

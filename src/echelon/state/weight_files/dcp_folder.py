@@ -24,7 +24,7 @@ from echelon.state.weight_files.tensor_file import TensorEntry, report_os_errors
 
 
 def write_dcp(folder: str | Path, entries: Sequence[TensorEntry], fetch: Callable[[str], Tensor]) -> None:
-    """Write the tensors of entries; `fetch(name)` is called for each in turn, and few are in memory."""
+    """Write the tensors of entries; `fetch(name)` is called for each in order, and few are in memory."""
     state = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
     # A file for each tensor, one after the other: torch keeps those of one file in memory together.
     writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)

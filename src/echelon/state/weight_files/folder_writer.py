@@ -70,7 +70,7 @@ def write_weights(
 
 
 def split_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> dict[str, list[TensorEntry]]:
-    """The tensors of each file: filled in order; a tensor larger than a shard has one to itself."""
+    """Split tensors over files, filled in order; a tensor larger than a shard has one to itself."""
     shards: list[list[TensorEntry]] = [[]]
     filled = 0
     for entry in entries:

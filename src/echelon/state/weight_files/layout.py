@@ -1,4 +1,4 @@
-"""Which tensors the files of a model hold, and which pieces of the model's own tensors they are made of.
+"""The tensors in the files of a model, and the pieces of the model's own tensors that they are made of.
 
 A layout is made for the names that the files have: with or without the prefix of the base model, with the
 tied head or without. Without names it is the one to write. Files may hold a model's tensors joined,

@@ -185,6 +185,7 @@ def memory_root() -> Path:
 
 def host_name(folder: Path) -> str:
     """Return a text that is the same for ranks that see the same folder, and for no others."""
+    # Containers of one machine may have folders of their own: device and inode tell these apart.
     found = folder.stat()
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -239,6 +240,7 @@ def _describe_process(pid: int) -> str:
 
 
 def _is_dead(owner: str) -> bool:
+    # The number of a dead process may be another process's now: the time when it began tells.
     namespace, pid, began = [*owner.split(" "), "", "", ""][:3]
     return namespace == _namespace() and pid.isdecimal() and _began(int(pid)) != began
 
@@ -281,7 +283,7 @@ class MappedFile:
         try:
             self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # the map keeps the file open, and the tensor keeps the map
 
 
 def _open(path: Path, size: int) -> int:

@@ -148,7 +148,7 @@ class MemoryCopies:
         for source in [rank for rank, each in enumerate(self._receivers) if each == self._group.rank]:
             try:
                 self._receive(source, source, generation, kept)
-            except UserError as error:  # the others are sending
+            except UserError as error:  # raised later: the other sources are sending already
                 errors.append(error)
         for work in sent:
             work.wait()
