@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from echelon.collectives.cuda_timing import Device
+from echelon.collectives.cuda_timing import CudaDevice
 from echelon.collectives.work import Work
 
 
@@ -32,7 +32,7 @@ class FakeEvent:
         return torch.tensor(end_event.at - self.at, dtype=torch.float32).item()  # as precise as CUDA
 
 
-class FakeDevice(Device):
+class FakeDevice(CudaDevice):
     """`now` is how far the device has come, in milliseconds; the host gives work to its streams before."""
 
     def __init__(self) -> None:

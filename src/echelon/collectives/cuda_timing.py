@@ -20,7 +20,6 @@ Nothing here synchronises until the times are read. Events are reused.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -42,24 +41,8 @@ class Event(Protocol):
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
-class Device(ABC):
+class CudaDevice:
     """The calls of CUDA that are used here, for one device; tests have one without a GPU."""
-
-    @abstractmethod
-    def new_event(self) -> Event: ...
-
-    @abstractmethod
-    def record(self, event: Any) -> None:
-        """Record `event` on the current stream."""
-
-    @abstractmethod
-    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
-        """Make `stream` the current one inside a `with`."""
-
-
-@final
-class CudaDevice(Device):
-    """A real CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,10 +50,12 @@ class CudaDevice(Device):
     def new_event(self) -> Event:
         return torch.cuda.Event(enable_timing=True)
 
-    def record(self, event: torch.cuda.Event) -> None:
+    def record(self, event: Any) -> None:
+        """Record `event` on the current stream."""
         event.record(torch.cuda.current_stream(self._device))
 
-    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Make `stream` the current one inside a `with`."""
         return torch.cuda.stream(stream)
 
 
@@ -82,7 +67,7 @@ class EventClock:
     at a known time. The clocks of host and device drift apart by some microseconds per second.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._free: list[Event] = []
         self._unfinished: list[tuple[Event, Work]] = []

@@ -277,7 +277,7 @@ class _Scratch:
 
 
 # Gloo moves these types. It moves others as bytes, which can be copied but not reduced.
-_MOVED_TYPES = {
+MOVED_TYPES = {
     torch.float64,
     torch.float32,
     torch.float16,
@@ -293,13 +293,13 @@ _MOVED_TYPES = {
 def _movable(tensor: Tensor) -> Tensor:
     """Return the same memory, flat, in a type that Gloo moves."""
     flat = tensor.view(-1)
-    return flat if tensor.dtype in _MOVED_TYPES else flat.view(torch.uint8)
+    return flat if tensor.dtype in MOVED_TYPES else flat.view(torch.uint8)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """As `_movable`, with the rows that parts are counted in."""
     flat = tensor.view(len(tensor), -1) if tensor.numel() else tensor
-    return flat if tensor.dtype in _MOVED_TYPES or not tensor.numel() else flat.view(torch.uint8)
+    return flat if tensor.dtype in MOVED_TYPES or not tensor.numel() else flat.view(torch.uint8)
 
 
 @final

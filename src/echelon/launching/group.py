@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from echelon.errors import UserError
 from echelon.launching.placement import Placement, RankReport, check_devices, place
@@ -142,13 +142,6 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
 def launch_backend(ranks: int) -> str:
     """Return the backend of `launch` with so many ranks on this machine."""
     return place(_reports_of_this_host(ranks), None).backend
-
-
-def join_by_file(
-    path: str, rank: int, ranks: int, backend: str | None, limit: timedelta, *, same_environment: bool
-) -> None:
-    """Join the ranks of this machine through a file, so that no port is opened."""
-    init_group(FileStore(path, ranks), rank, ranks, backend, limit, same_host=same_environment)
 
 
 def leave() -> None:

@@ -116,16 +116,17 @@ def _rank_environment(config: RankConfig) -> dict[str, str]:
 
 def _join(config: RankConfig) -> None:
     import torch
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked so
 
     from echelon.hardware import ignore_torch_warnings
     from echelon.launching import group
 
     ignore_torch_warnings()
     torch.set_num_threads(1)
-    store = str(config.folder / "store")
+    store = FileStore(str(config.folder / "store"), config.ranks)  # a file, so that no port is opened
     limit = group.timeout(config.timeout_seconds)
-    same = config.same_environment
-    group.join_by_file(store, config.rank, config.ranks, config.backend, limit, same_environment=same)
+    same_host = config.same_environment
+    group.init_group(store, config.rank, config.ranks, config.backend, limit, same_host=same_host)
 
 
 def _flush() -> None:

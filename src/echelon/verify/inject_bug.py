@@ -28,8 +28,10 @@ class NamedBug(NamedTuple):
     model: str = "trained parameters"
 
 
-def _several(axis: str) -> Callable[[Plan], bool]:
-    return lambda plan: bool(getattr(plan, axis) > 1)
+def _several(axis: str) -> tuple[str, Callable[[Plan], bool]]:
+    """Two or more along an axis, in words and as a test."""
+    name = "stages" if axis == "pipeline" else axis
+    return f"{axis}=2 or more", lambda plan: bool(getattr(plan, name) > 1)
 
 
 def _one_loss(plan: Plan) -> bool:
@@ -41,11 +43,9 @@ _GATES = "gates with an auxiliary loss (model.experts.balance)"
 _DROPOUT = "dropout (model.dropout)"
 
 BUGS: dict[str, NamedBug] = {
-    "divide-twice": NamedBug(sum_bugs.divide_twice, "data=2 or more", _several("data")),
-    "skip-bucket": NamedBug(sum_bugs.skip_bucket, "data=2 or more", _several("data")),
-    "mean-of-microbatches": NamedBug(
-        bugs.take_mean_of_means, "microbatches=2 or more", _several("microbatches")
-    ),
+    "divide-twice": NamedBug(sum_bugs.divide_twice, *_several("data")),
+    "skip-bucket": NamedBug(sum_bugs.skip_bucket, *_several("data")),
+    "mean-of-microbatches": NamedBug(bugs.take_mean_of_means, *_several("microbatches")),
     "mean-of-replicas": NamedBug(
         bugs.take_mean_of_means,
         "data=2 or more, microbatches=1",
@@ -56,10 +56,8 @@ BUGS: dict[str, NamedBug] = {
         "context=2 or more, data=1, microbatches=1",
         lambda plan: plan.context > 1 and plan.data == 1 and _one_loss(plan),
     ),
-    "rolled-targets": NamedBug(bugs.roll_targets, "context=2 or more", _several("context")),
-    "whole-logits-summed": NamedBug(
-        bugs.sum_whole_logits, "tensor=2 or more", _several("tensor"), "a vocabulary that is split"
-    ),
+    "rolled-targets": NamedBug(bugs.roll_targets, *_several("context")),
+    "whole-logits-summed": NamedBug(bugs.sum_whole_logits, *_several("tensor"), "a vocabulary that is split"),
     "copies-not-summed": NamedBug(
         sum_bugs.keep_copies_apart,
         "zero=1 or more, and a shard that is smaller than data",
@@ -70,8 +68,8 @@ BUGS: dict[str, NamedBug] = {
         "context=2 or more, data=1, zero=0",
         lambda plan: plan.context > 1 and plan.data == 1 and plan.zero == 0,
     ),
-    "context-scaled": NamedBug(sum_bugs.multiply_by_context, "context=2 or more", _several("context")),
-    "positions-from-zero": NamedBug(bugs.count_positions_from_zero, "context=2 or more", _several("context")),
+    "context-scaled": NamedBug(sum_bugs.multiply_by_context, *_several("context")),
+    "positions-from-zero": NamedBug(bugs.count_positions_from_zero, *_several("context")),
     "ring-gradients-lost": NamedBug(
         sum_bugs.lose_key_gradients,
         "context=2 and attention=ring",
@@ -92,28 +90,28 @@ BUGS: dict[str, NamedBug] = {
         "tensor=2 or more, sequence=true",
         lambda plan: plan.tensor > 1 and plan.sequence,
     ),
-    "tied-not-summed": NamedBug(sum_bugs.keep_ties_apart, "pipeline=2 or more", _several("stages"), _TIED),
-    "tied-parts-mixed": NamedBug(sum_bugs.mix_tied_parts, "pipeline=2 or more", _several("stages"), _TIED),
+    "tied-not-summed": NamedBug(sum_bugs.keep_ties_apart, *_several("pipeline"), _TIED),
+    "tied-parts-mixed": NamedBug(sum_bugs.mix_tied_parts, *_several("pipeline"), _TIED),
     "last-microbatch-only": NamedBug(
         sum_bugs.keep_last_microbatch,
         "microbatches=2 or more, zero=0 or zero=1",
         lambda plan: plan.microbatches > 1 and plan.zero < 2,
     ),
-    "used-here-only": NamedBug(sum_bugs.keep_uses_apart, "data=2 or more", _several("data")),
+    "used-here-only": NamedBug(sum_bugs.keep_uses_apart, *_several("data")),
     "old-weights": NamedBug(
         sum_bugs.keep_old_weights,
         "data=2 or more, zero=1 or zero=2",
         lambda plan: plan.data > 1 and plan.zero in (1, 2),
     ),
-    "experts-scaled": NamedBug(sum_bugs.multiply_experts, "expert=2 or more", _several("expert")),
+    "experts-scaled": NamedBug(sum_bugs.multiply_experts, *_several("expert")),
     "experts-not-summed": NamedBug(
         sum_bugs.keep_experts_apart,
         "expert=2 or more, and more data, zero=0",
         lambda plan: plan.zero == 0 and 1 < plan.expert < plan.data,
     ),
-    "expert-rows-lost": NamedBug(sum_bugs.lose_expert_rows, "expert=2 or more", _several("expert")),
-    "auxiliary-loss-local": NamedBug(bugs.keep_statistics, "data=2 or more", _several("data"), _GATES),
-    "auxiliary-loss-scaled": NamedBug(bugs.multiply_auxiliary, "data=2 or more", _several("data"), _GATES),
+    "expert-rows-lost": NamedBug(sum_bugs.lose_expert_rows, *_several("expert")),
+    "auxiliary-loss-local": NamedBug(bugs.keep_statistics, *_several("data"), _GATES),
+    "auxiliary-loss-scaled": NamedBug(bugs.multiply_auxiliary, *_several("data"), _GATES),
     "padding-routed": NamedBug(
         bugs.route_padding,
         "context=2 or more, or sequence=true",
@@ -136,7 +134,7 @@ BUGS: dict[str, NamedBug] = {
         lambda plan: plan.tensor > 1 or plan.stages > 1,
         "weights that tensor ranks hold alike, or stages share",
     ),
-    "dropout-alike": NamedBug(bugs.drop_alike, "data=2 or more", _several("data"), _DROPOUT),
+    "dropout-alike": NamedBug(bugs.drop_alike, *_several("data"), _DROPOUT),
     "dropout-again": NamedBug(
         bugs.drop_again,
         "recompute=full, sqrt or a budget",
@@ -150,8 +148,7 @@ BUGS: dict[str, NamedBug] = {
     ),
     "batch-norm-unweighted": NamedBug(
         bugs.weigh_norms_alike,
-        "data=2 or more",
-        _several("data"),
+        *_several("data"),
         "batch norm (task=images model.preset=resnet-50-tiny)",
     ),
 }

@@ -15,21 +15,12 @@ from echelon.collectives.shared.link import Link, open_link
 from echelon.collectives.shared.operation_queue import OperationQueue, Steps
 from echelon.collectives.shared.slots import LANE
 from echelon.collectives.shared.tensor_memory import TensorMemory, flat_alias
-from echelon.collectives.torch_group import ChainedWork, TorchGroup
+from echelon.collectives.torch_group import MOVED_TYPES, ChainedWork, TorchGroup
 from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.launching.group import backends_of
 
-_REDUCED = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-}
+# torch adds these on a CPU. Gloo does not move int16, and a boolean has no sum.
+_REDUCED = MOVED_TYPES - {torch.bool} | {torch.int16}
 
 # Groups over one process group share its link; None where its ranks cannot share memory.
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.WeakKeyDictionary()
