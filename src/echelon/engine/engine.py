@@ -61,9 +61,7 @@ class Engine:
         if update.units is not None:
             update.units.on_unit = self._meter.sample
         self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)
-        self._state = EngineState(
-            mesh, self.module, setup.names, local, layers.in_whole, update, self._counter, setup.scopes.seed
-        )
+        self._state = EngineState(setup, self._counter)
         self._whole = WholeTensors(self._state, self._newest)
         inside = Inside()
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
@@ -76,7 +74,7 @@ class Engine:
             self._runner,
             self._counter,
             self._watch,
-            make_audit(audit, self._state, self._runner, setup.scopes, layers),
+            make_audit(audit, setup, self._state, self._runner),
             make_drift_check(local, layers, mesh, audit.check_every),
             search,
         )

@@ -24,12 +24,11 @@ from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
 from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.setup import Setup
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.samples import Scopes
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.tensor import split_loss
 from echelon.state.ownership import OwnedSlice, StateNames
 from echelon.update.numbers import HostCopy
@@ -172,11 +171,9 @@ class Audit:
         return None
 
 
-def make_audit(
-    settings: AuditSettings, state: EngineState, runner: StepRunner, scopes: Scopes, layers: LayerSharding
-) -> Audit:
+def make_audit(settings: AuditSettings, setup: Setup, state: EngineState, runner: StepRunner) -> Audit:
     """Make the audit of a plan, whose model is split and wrapped by now."""
-    mesh, local, plan = state.mesh, state.local, state.mesh.plan
+    mesh, local, layers, plan = setup.mesh, setup.local, setup.layers, setup.mesh.plan
     # Asynchronous workers do not wait for each other.
     group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
     agreement = RankAgreement(group, mesh.device)
@@ -186,8 +183,8 @@ def make_audit(
         return Audit("off", None, check_weights, agreement, watches=False)
     settings.form.settle()
     dtype = DTYPES[plan.precision]
-    reference = Reference(state.module, settings.form, layers.whole_loss, scopes, mesh.device, dtype)
-    gradients = GradientAudit(state, runner, scopes, reference, agreement)
+    reference = Reference(setup.model, settings.form, layers.whole_loss, setup.scopes, mesh.device, dtype)
+    gradients = GradientAudit(state, runner, setup.scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
     return Audit(settings.mode, gradients, check_weights, agreement, watches=is_cut)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives.agreement import check_on_every_rank, gather_values
-from echelon.collectives.mesh import Mesh
+from echelon.engine.setup import Setup
 from echelon.engine.step.step_counter import StepCounter
 from echelon.errors import raise_errors
 from echelon.nn.wrapping import find_wrapper
@@ -29,10 +29,10 @@ from echelon.parallel.tensor.regions import Multiplier
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
-from echelon.state.ownership import ENGINE, VALUE, OwnedSlice, Slice, StateNames, whole_slice
+from echelon.state.ownership import ENGINE, VALUE, OwnedSlice, Slice, whole_slice
 from echelon.state.weight_files.tensor_file import DTYPES
 from echelon.update.numbers import Number
-from echelon.update.update import InWhole, Update
+from echelon.update.update import Update
 from echelon.version import VERSION
 
 RANDOM, LEARNED = "(random)", "(learned)"  # names in a checkpoint; no parameter can have them
@@ -48,23 +48,14 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 class EngineState:
     """All that an engine trains, as it is now; saving, loading and the audit read it."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        module: nn.Module,
-        names: StateNames,
-        local: LocalStages,
-        in_whole: InWhole,
-        update: Update,
-        counter: StepCounter,
-        seed: int | None,
-    ) -> None:
-        self.mesh, self.module, self.names, self.local = mesh, module, names, local
-        self.in_whole, self.update, self.counter = in_whole, update, counter
-        self.seed = -1 if seed is None else seed  # -1: nothing is seeded
+    def __init__(self, setup: Setup, counter: StepCounter) -> None:
+        self.mesh, self.module, self.names = setup.mesh, setup.model, setup.names
+        self.local, self.in_whole, self.update = setup.local, setup.layers.in_whole, setup.update
+        self.counter = counter
+        self.seed = -1 if setup.scopes.seed is None else setup.scopes.seed  # -1: nothing is seeded
         # torch leaves buffers out of state dicts that can be computed again: tables of positions, masks. One
         # that a forward writes to cannot, and its version or address tells.
-        self._first_marks = {name: _mark(buffer) for name, buffer in _temporary(module)}
+        self._first_marks = {name: _mark(buffer) for name, buffer in _temporary(setup.model)}
 
     @property
     def modules(self) -> list[nn.Module]:
