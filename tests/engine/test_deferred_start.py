@@ -159,7 +159,7 @@ def test_padding_is_zeros() -> None:
         return [OwnedSlice(whole_slice("weight", model.weight), held.tensor[:3])]
 
     sharings: list[Any] = [sharing]
-    fill(model, Plan.parse("tensor=2"), sharings, in_whole, WeightSource(model, None, device))
+    fill(model, Plan.parse("tensor=2"), sharings, in_whole, WeightSource(model, device))
     assert torch.equal(sharing.memory[:3], WeightSource(model, device).tensor("weight"))
     assert not sharing.memory[3].any()
 

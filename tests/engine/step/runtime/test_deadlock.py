@@ -158,10 +158,10 @@ def test_communicators_that_share_streams_deadlock(
 ) -> None:
     """See [Note: shared streams] in collectives/process_groups.py, which refuses such plans."""
     plan = f"pipeline={pipeline} microbatches=16"
-    monkeypatch.setattr("echelon.collectives.mesh.NUM_STREAMS", streams)
+    monkeypatch.setattr("echelon.collectives.process_groups.NUM_STREAMS", streams)
     with pytest.raises(UserError, match=f"torch has {streams}"):
         check_training(plan, edges_of_mesh, length=2, streams=streams)
-    monkeypatch.setattr("echelon.collectives.mesh.NUM_STREAMS", 100)
+    monkeypatch.setattr("echelon.collectives.process_groups.NUM_STREAMS", 100)
     with pytest.raises(Deadlock):
         check_training(plan, edges_of_mesh, length=2, streams=streams)
 
