@@ -384,7 +384,7 @@ def kind_of_group(change: Callable[[], None]) -> str:
         tensor = torch.ones(5)
         group.all_reduce(tensor)
         assert tensor.tolist() == [float(group.size)] * 5
-        assert isinstance(group, TorchGroup) or not group._link.can_read
+        assert type(group) is TorchGroup or not group._link.can_read
         return type(group).__name__
     finally:
         dist.destroy_process_group(process_group)
