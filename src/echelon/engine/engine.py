@@ -4,6 +4,7 @@ a step (step/step.py), checkpoints (saving/), what users change by hand between 
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,13 +57,13 @@ class Engine:
         self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
-        self._meter = Meter(self.module, self._storages, mesh.host_storages)
+        self._meter = Meter(self.module, partial(_storages, setup, self._runner), mesh.host_storages)
         setup.observers.add(self._meter, outermost=True)
         if update.units is not None:
             update.units.on_unit = self._meter.sample
         self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)
         self._state = EngineState(setup, self._counter)
-        self._whole = WholeTensors(self._state, self._newest)
+        self._whole = WholeTensors(self._state, self._show_newest, self.owned)
         inside = Inside()
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         self._watch = Watch(self.module, mesh, local, layers, update, inside)
@@ -209,10 +210,6 @@ class Engine:
         with self._watch.own_work():
             self._finish_steps()
             self._update.show_newest()
-
-    def _newest(self) -> list[OwnedSlice]:
-        self._show_newest()
-        return self.owned()
 
     def _finish_steps(self) -> None:
         self._check_open()
@@ -391,8 +388,10 @@ class Engine:
         skipped = [f"  audit of {result}" for result in self.audit if result.outcome == "skipped"]
         return "\n".join([f"Engine({self._setup.describe()}", *skipped])
 
-    def _storages(self) -> dict[str, list[Tensor]]:
-        storages = self._update.storages()
-        storages["parameters"] = [*storages["parameters"], *self._runner.storages()]
-        storages["buffers"] = [*self.module.buffers(), *self._runner.buffer_copies()]
-        return storages
+
+def _storages(setup: Setup, runner: StepRunner) -> dict[str, list[Tensor]]:
+    """List the tensors that hold each category of memory but activations."""
+    storages = setup.update.storages()
+    storages["parameters"] = [*storages["parameters"], *runner.storages()]
+    storages["buffers"] = [*setup.model.buffers(), *runner.buffer_copies()]
+    return storages

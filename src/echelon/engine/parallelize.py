@@ -64,22 +64,18 @@ def parallelize(
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
-    `optimizer` is given the parameters of this rank; `loss(output, target)` returns a mean over samples, or
-    (total, count) for an exact mean over tokens; without it, the model's own loss is used; `clip` bounds the
-    global gradient norm; `loss_scale` is what precision=fp16 multiplies losses by, "dynamic" unless it is a
-    number; `schedule` maps the step to a factor of the learning rate; `prefetch` is how many
-    units zero=3 gathers ahead, and `smallest_unit` how many bytes a module needs to be a unit of its own, in
-    a model that lists no layers. `seed` is that of dropout, whose masks then do not depend on the plan; None
-    leaves them to torch. `boundaries` are the layers before which stages begin, if not evenly; `sample_batch`
-    is a global batch, for pipeline=auto to measure the layers on. `tensor_table` says what tensor parallelism
-    does with modules that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a
-    Hugging Face folder, of which each rank reads what it holds; the model's own values are not needed
-    (`deferred`). `resident_bytes`: with offload=parameters, how many bytes of weights stay on the device, the
-    first units that fit. `audit`: which steps are compared with one device before they change a weight:
-    "sampled" (1, 2, 4, 8, …), the "first", every one ("always"), or none ("off"). Every `check_every` steps
-    ranks compare what all must hold alike; 0: never. `nonfinite`: a step whose loss or gradients are NaN or
-    infinite is made ("allow"), changes nothing ("skip") until `most_skipped` in a row are an error, or is
-    that error ("stop").
+    `optimizer` is called with this rank's parameters. `loss(output, target)` returns a mean of samples, or
+    (total, count) for an exact mean over tokens; without it, the model's own loss is used. `clip` bounds the
+    gradient norm; `schedule` maps the step to a factor of the learning rate; `loss_scale` is for
+    precision=fp16. `seed` is that of dropout, whose masks do not depend on the plan; None leaves them to
+    torch. `prefetch`: units that zero=3 gathers ahead; `smallest_unit`: bytes that make a module a unit, if
+    the model lists no layers. `boundaries`: the layers before which stages begin, if not evenly, and
+    `sample_batch` is what pipeline=auto measures them on. `tensor_table`: {"blocks.*.up": "column", …} for
+    modules that tensor parallelism does not know. `weights`: a Hugging Face folder, of which each rank reads
+    its part. `resident_bytes`: of weights that stay on the device with offload=parameters. `audit`: the steps
+    that are compared with one device before they change a weight: "sampled" (1, 2, 4, 8, …), "first",
+    "always" or "off". Every `check_every` steps ranks compare what all hold alike. `nonfinite`: a step not
+    finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     model, plan, loss = accept_model(model, plan, loss, clip, loss_scale)
@@ -104,7 +100,7 @@ def parallelize(
         strategies = (mesh, layers, local, update, rule, scopes, reader, observers, wrapping)
         engine = Engine(Setup(model, names, gates, *strategies), audited)
         undo.pop_all()
-    return engine
+        return engine
 
 
 def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping) -> Observers:

@@ -16,15 +16,18 @@ from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 class WholeTensors:
     """Reads the newest state of an engine. All ranks must make the same calls."""
 
-    def __init__(self, state: EngineState, newest: Callable[[], list[OwnedSlice]]) -> None:
-        """`newest` returns what this rank owns, when every rank has the newest weights."""
-        self._state, self._newest = state, newest
+    def __init__(
+        self, state: EngineState, synchronize: Callable[[], None], owned: Callable[[], list[OwnedSlice]]
+    ) -> None:
+        """`synchronize` brings every rank to the newest weights; `owned` returns what this rank owns then."""
+        self._state, self._synchronize, self._owned = state, synchronize, owned
 
     def weights(self) -> Assembly:
         return self._assembly(lambda box: box.part == VALUE)
 
     def _assembly(self, chosen: Callable[[Slice], bool]) -> Assembly:
-        owned = [each for each in self._newest() if each.slice.name != ENGINE and chosen(each.slice)]
+        self._synchronize()
+        owned = [each for each in self._owned() if each.slice.name != ENGINE and chosen(each.slice)]
         return Assembly(owned, self._state.mesh.group("all"), self._state.mesh.device)
 
     def state_dict(self, to: str | None) -> dict[str, Tensor]:
