@@ -1,4 +1,4 @@
-"""Where tensors lie in one buffer: each at a multiple of 256 bytes, as kernels and NCCL want them.
+"""Lay out tensors in one buffer: each at a multiple of 256 bytes, as kernels and NCCL want them.
 
     places   | query |gap| key |gap| value |      a gap is what is missing to the next block of 256 bytes
 

@@ -1,4 +1,4 @@
-"""What users hand to the engine, validated up front: all errors at once, each with the fix.
+"""The arguments that users give the engine, validated up front: all errors at once, each with the fix.
 
 The types say the same, but who trains rarely runs a type checker; without this, a mistake shows as an error
 deep in autograd, or as a training that learns nothing.

@@ -60,7 +60,7 @@ def resolve(
 
 
 def ranks_here(plan: Plan) -> int:
-    """How many ranks to start on this machine: what the plan takes; with `auto`, one for each device."""
+    """Count the ranks to start on this machine: those of the plan; with `auto`, one per device."""
     if plan.pipeline != AUTO:
         return plan.ranks
     devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))

@@ -121,7 +121,7 @@ class CompiledForward(Wrapper):
 
 @final
 class EagerForward(Wrapper):
-    """A gate between compiled parts of a layer: whoever records it is not known to a graph."""
+    """A gate between compiled parts of a layer: a graph does not know the recorder of its statistics."""
 
     entry = "compile"
 

@@ -26,7 +26,7 @@ _Lookup = nn.Embedding | nn.EmbeddingBag
 
 
 def is_cut(plan: Plan) -> bool:
-    """Whether a forward pass sees a part of the global batch alone."""
+    """Return whether a forward pass sees only a part of the global batch."""
     return plan.data > 1 or plan.microbatches > 1 or plan.context > 1
 
 
@@ -77,7 +77,7 @@ def _wrapper_errors(model: nn.Module) -> Iterator[str]:
 
 
 def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Weights without a shape, of a type that the plan lacks, or that somebody else has divided."""
+    """Yield errors of weights without a shape, of a type that the plan lacks, or divided already."""
     lazy = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -104,7 +104,7 @@ def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
     divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if divided:
         yield (
-            f"{divided[0]} and {len(divided) - 1} others are DTensors: somebody has divided the model "
+            f"{divided[0]} and {len(divided) - 1} others are DTensors: the model is divided already "
             "(fully_shard, parallelize_module); give it as it was before, and let the plan divide it"
         )
 
@@ -129,15 +129,15 @@ def _lookup_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _may_renormalise(users: int, plan: Plan) -> bool:
-    """Whether the rows that a forward changes are the same as on one device: no other rank, stage or
-    microbatch uses them (a head may read the weight too), and what is changed stays."""
+    """Return whether a forward changes the same rows as on one device: no other rank, stage or microbatch
+    uses them (a head may read the weight too), and what is changed stays."""
     is_alone = not is_cut(plan) and plan.tensor == 1 and (plan.pipeline == 1 or users == 1)
     stays = plan.zero == 0 and not plan.frees_weights and plan.precision in ("fp32", "fp64")
     return is_alone and stays and plan.flushes
 
 
 def _users(model: nn.Module) -> dict[int, int]:
-    """How many modules have each parameter, by its id."""
+    """Count the modules that have each parameter, by its id."""
     users: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -158,7 +158,7 @@ def _iteration_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _adapter_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """PEFT's models are taken as they are, where nobody must look inside."""
+    """Yield an error for PEFT's models where the plan must split the model inside."""
     inside = plan.pipeline != 1 or plan.tensor > 1 or plan.context > 1
     if inside and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         yield (

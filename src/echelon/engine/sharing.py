@@ -1,4 +1,4 @@
-"""How each stage's parameters are divided into sets, and how the ranks of each set share it."""
+"""Divide each stage's parameters into sets, and choose how the ranks of each set share it."""
 
 from collections.abc import Collection, Sequence
 
@@ -120,13 +120,13 @@ def parameter_sets(
 
 
 def _by_unit(plan: Plan, group: Group) -> bool:
-    """Whether a set over these ranks is gathered, reduced or updated unit by unit."""
+    """Return whether a set over these ranks is gathered, reduced or updated unit by unit."""
     by_unit = "parameters" in plan.offload or "optimizer" in plan.offload or plan.update != "step"
     return by_unit or (plan.zero > 0 and group.size > 1)
 
 
 def _is_held_whole(plan: Plan) -> bool:
-    """Whether each rank has a copy of its own in host memory."""
+    """Return whether each rank has a copy of its own in host memory."""
     return "parameters" in plan.offload and plan.zero == 0
 
 
@@ -141,7 +141,7 @@ def share(
     prefetch: int,
     host: HostPlace | None = None,
 ) -> Sharing:
-    """How the ranks of a set hold it, and agree on its gradients."""
+    """Choose how the ranks of a set hold it, and agree on its gradients."""
     in_backward, is_single = plan.update != "step", parameter_set.group.size == 1
     # Replicas of a stage that take microbatches in turn are in different backward passes.
     waits = set(plan.replicas) == {1}

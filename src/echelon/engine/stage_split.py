@@ -38,7 +38,7 @@ class StageSplit(NamedTuple):
 
     @property
     def by_layers(self) -> bool:
-        """Whether layers run, one after the other, and not the model's own forward."""
+        """True if the layers run one after the other, and not the model's own forward."""
         return all(isinstance(module, StageModule) for module in self.modules.values())
 
 
@@ -114,7 +114,7 @@ def _groups(ties: list[Tie], program: Program, mesh: Mesh) -> list[tuple[Tie, Gr
 
 
 def _position(program: Program, mesh: Mesh, stage: int) -> int:
-    """Where a stage is along the pipeline axis: with replicas, each stage has a position of its own."""
+    """Return the position of a stage along the pipeline axis: with replicas, each has its own."""
     return program.placement[stage][0] if set(mesh.plan.replicas) == {1} else stage
 
 

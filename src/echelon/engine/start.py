@@ -1,4 +1,4 @@
-"""How a training starts: the model on its device, in its type, and the same on every rank.
+"""The start of a training: the model on its device, in its type, and the same on every rank.
 
 A model without memory is split first, and filled part by part: see deferred_start.py.
 """
@@ -130,7 +130,7 @@ InWhole = Callable[[OwnedSlice], list[OwnedSlice]]  # a box of this rank's part 
 def weight_source(
     model: nn.Module, plan: Plan, weights: str | Path | None, device: torch.device
 ) -> WeightSource | None:
-    """What the model starts with, if it is deferred or its weights are in a folder."""
+    """Return what the model starts with, if it is deferred or its weights are in a folder."""
     if weights is None and not is_deferred(model):
         return None
     if plan.pipeline == AUTO:
@@ -180,7 +180,7 @@ def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def _is_sharded(mesh: Mesh, axis: str) -> bool:
-    """Whether ZeRO gives parameters memory that the ranks along `axis` share out."""
+    """Return whether ZeRO gives parameters memory that the ranks along `axis` share out."""
     by_ranks = mesh.plan.zero == 3 and mesh.group(axis).size > 1
     return by_ranks or "parameters" in mesh.plan.offload
 
@@ -248,6 +248,6 @@ def _name(owned: OwnedSlice) -> str:
 
 
 def _stand_in(parameter: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape that takes no memory; whoever reads it finds not-a-number."""
+    """A tensor of the same shape that takes no memory and reads as not-a-number."""
     number = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
     return torch.full((), number, dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -1,4 +1,4 @@
-"""How gradients become new weights under a plan: the user's optimizer over what this rank holds."""
+"""Build the update of weights from gradients under a plan: the user's optimizer over what this rank holds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeGuard
@@ -50,7 +50,7 @@ from echelon.update.update import Update
 
 
 class UpdateRule(NamedTuple):
-    """What the user says of updates. `seed`: of what they draw."""
+    """The user's rule for updates. `seed`: of what they draw."""
 
     optimizer: Make
     clip: float | None = None
@@ -161,7 +161,7 @@ def _make_stepper(
 
 
 def _needs_whole(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
-    """Whether parameters must be put together for the optimizer."""
+    """Return whether parameters must be put together for the optimizer."""
     return has_parts(plan) and need_of(optimizer) is Need.WHOLE
 
 
@@ -172,7 +172,7 @@ def has_masters(plan: Plan) -> bool:
 def _placements(
     local: LocalStages, layers: LayerSharding, device: torch.device
 ) -> dict[nn.Parameter, Placement]:
-    """Where the elements of each local parameter lie in the whole one."""
+    """Return where the elements of each local parameter lie in the whole one."""
 
     def runs(sharing: Sharing, each: LocalParameter) -> Placement:
         part = torch.empty(each.tensor.numel(), device="meta")
@@ -183,7 +183,7 @@ def _placements(
 
 
 def reads_late(device: torch.device) -> bool:
-    """Whether the numbers of a step stay on the device until somebody looks; on the CPU they are there."""
+    """Return whether the numbers of a step stay on the device until they are read."""
     return device.type != "cpu"
 
 
@@ -207,7 +207,7 @@ def _checked(make: Make, plan: Plan) -> Make:
 
 
 def _are_optimizers(made: object) -> TypeGuard[Sequence[torch.optim.Optimizer]]:
-    """Whether a function has returned several."""
+    """Return whether a function has made several optimizers."""
     if not isinstance(made, list | tuple) or not made:
         return False
     return all(isinstance(each, torch.optim.Optimizer) for each in made)

@@ -1,4 +1,4 @@
-"""Which GPU each rank uses and how the ranks communicate: a pure function of what every rank reports.
+"""Choose the GPU of each rank and how the ranks communicate: a pure function of what every rank reports.
 
 `group.py` makes the reports, `store_agreement.py` brings them to rank 0 and the decision to every rank.
 """

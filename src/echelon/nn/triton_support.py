@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run here, and on which device."""
+"""Find out whether Triton kernels can run here, and on which device."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

@@ -159,16 +159,16 @@ class LayerSharding:
         )
 
     def shard_of(self, name: str) -> Shard | None:
-        """Which part of a parameter this rank has along `tensor`; None if it has all of it there."""
+        """Return the part of a parameter that this rank has along `tensor`; None if it has all."""
         return None if self.sharded is None else self.sharded.shards.get(name)
 
     def shards_of(self, name: str) -> list[Shard]:
-        """Which part of a parameter this rank has: of the whole one the first, of what that is the next."""
+        """Return the shards of a parameter here: the first of the whole one, each next of the one before."""
         experts, matrices = self.experts_of(name), self.shard_of(name)
         return [shard for shard in (experts, matrices) if shard is not None]
 
     def experts_of(self, name: str) -> Shard | None:
-        """Which experts of a parameter this rank has; None if it has all, or it is of no experts."""
+        """Return the experts of a parameter that this rank has; None if all, or if it is of no experts."""
         return self._expert_shards.get(name)
 
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:

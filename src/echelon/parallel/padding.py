@@ -83,7 +83,7 @@ def _check_positions(output: Any, num_true: int, num_positions: int) -> None:
 
 
 class Padding:
-    """How a plan pads batches."""
+    """The padding of batches under a plan."""
 
     def __init__(self, plan: Plan, context_rank: int) -> None:
         self._plan, self._rank = plan, context_rank
@@ -175,7 +175,7 @@ def _cut(structure: Any, length: int) -> Any:
 
 @final
 class HiddenPadding:
-    """How hidden states are padded. While a forward pass runs, `view` has their true length."""
+    """The padding of hidden states. While a forward pass runs, `view` has their true length."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ def split_model(model: nn.Module, boundaries: Sequence[int]) -> ModelSplit:
 
 
 def even_boundaries(model: nn.Module, stages: int) -> list[int]:
-    """Where to split a model into stages of as many layers each; the first ones have one more."""
+    """Return the boundaries of stages of equally many layers; the first ones may have one more."""
     num_layers = len(listed_layers(model))
     if num_layers == 0:
         raise UserError(

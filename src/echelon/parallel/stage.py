@@ -154,7 +154,7 @@ class LocalStages:
         sum_tied(self.sharings)
 
     def problem_flags(self, device: torch.device) -> Tensor:
-        """How many sharings found each `Problem` in this step."""
+        """Return how many sharings found each `Problem` in this step."""
         flags = torch.zeros(len(Problem), dtype=torch.float64, device=device)
         for sharing in self.sharings:
             for problem, flag in sharing.problems().items():

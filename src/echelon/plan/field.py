@@ -1,4 +1,4 @@
-"""How a field of a plan is described: once, in the class that holds it.
+"""The description of a field of a plan: once, in the class that holds it.
 
 An entry says all: the default, the values, how they are read from text or a Python value, one sentence of
 meaning, the axis that the field is about, and the rules between it and other fields. Parsing, checking, error

@@ -1,4 +1,4 @@
-"""Where what this rank updates lies in whole parameters: for optimizers that need more than single elements.
+"""The place of this rank's parts in whole parameters: for optimizers that need more than single elements.
 
 A local tensor is a run of the elements of a parameter (zero), which itself may be a part of the whole one
 (tensor, expert). Either way it is a few boxes of the whole parameter.
@@ -62,7 +62,7 @@ def local_boxes(stages: LocalStages, layers: LayerSharding) -> Iterator[LocalBox
 def make_exchange(
     stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh, device: torch.device
 ) -> Exchange:
-    """How an optimizer adds up its sums: over the ranks with other parts of the same copy, then, of what
+    """Return how an optimizer adds up its sums: over ranks with other parts of the same copy, then, of what
     layers split, over tensor ranks, and of experts over the ranks with the others.
 
         experts | experts in parts | matrices in parts | all other parameters
@@ -107,7 +107,7 @@ _Held = Mapping[str, list[Slice]]  # what a rank holds: the boxes of each copy o
 
 
 def make_routes(stages: LocalStages, layers: LayerSharding, mesh: Mesh) -> Routes:
-    """How parts of parameters go to the rank that updates them, and back."""
+    """Return the routes of parts of parameters to the rank that updates them, and back."""
     group = mesh.group("stage")
     boxes = {_key(each, layers, mesh): each for each in local_boxes(stages, layers)}
     held = _exchange(boxes, mesh)

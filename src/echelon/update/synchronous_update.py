@@ -148,7 +148,7 @@ class SynchronousUpdate(Update):
             )
 
     def pop_overflows(self) -> Number:
-        """How many updates were skipped since the last call, where stages are at different updates."""
+        """Return how many updates were skipped since the last call, where stages are at different updates."""
         overflows, self._overflows = self._overflows, 0.0
         return overflows
 

@@ -109,7 +109,7 @@ class Update(ABC):
         self.synchronize()
 
     def log(self) -> list[Push]:
-        """Which worker's step made which version: there is none where all make each version together."""
+        """Return which worker's step made which version; empty where all make each one together."""
         return []
 
     @abstractmethod

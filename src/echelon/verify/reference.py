@@ -112,7 +112,7 @@ class ReferenceModel:
         )
 
     def auxiliary_loss(self) -> Tensor | float:
-        """That of all gates, for the samples since the last call."""
+        """Return the loss of all gates, for the samples since the last call."""
         return auxiliary_loss(self.model)
 
     def balance(self, *, skipped: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which layer of a model is the first whose output, or else whose gradient, is not finite.
+"""Find the first layer of a model whose output, or else whose gradient, is not finite.
 
 A batch that was skipped is run again, forward and backward, with hooks on every module. Only then: a step of
 a training has none of them. The weights are those that the batch was skipped with, since such a step changes

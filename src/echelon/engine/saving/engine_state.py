@@ -65,7 +65,7 @@ class EngineState:
 
     @property
     def worker(self) -> int | None:
-        """Which asynchronous worker this rank is of."""
+        """The asynchronous worker that this rank belongs to."""
         return self.mesh.position.replica if self.mesh.plan.sync == "async" else None
 
     # Slices.

@@ -1,4 +1,4 @@
-"""What ranks must have in common, compared once, in the first step; a few numbers of each go to the others.
+"""Compare what ranks must have in common, once, in the first step, by a few numbers of each.
 
 The ranks of a replica (along `tensor`, `context` and `pipeline`) are given the same batch. Those along
 `tensor` compute the same gradients of parameters that all of them have whole. Where that is not so, they

@@ -42,7 +42,7 @@ _LATE = (
 
 
 class ExpertLoad(NamedTuple):
-    """What the experts of a gate got in a step, over the global batch.
+    """The load of the experts of a gate in a step, over the global batch.
 
     `tokens`: slots routed to each expert, of which `dropped` were over its capacity. `entropy` of the gate's
     distribution, in nats, mean over tokens: ln(experts) where it does not choose, 0 where it always chooses
@@ -165,7 +165,7 @@ class Balance(StepObserver):
         self._losses: dict[Gate, Tensor] = {}
         self._gradients: dict[Gate, Tensor] = {}
         self._passes.start_step()
-        for gate in self._here:  # of passes that nobody recorded
+        for gate in self._here:  # of passes that were not recorded
             gate.pending.clear()
             gate.seen, gate.ran_in_backward = None, False
 
@@ -239,7 +239,7 @@ class Balance(StepObserver):
         self._passes = NoPasses()
 
     def is_broken(self) -> Tensor:
-        """Whether the statistics of some gate are not finite, as far as is known; on the device."""
+        """Return on the device whether statistics of a gate are known not to be finite."""
         if self._broken is None:
             return torch.zeros((), dtype=torch.bool, device=self._mesh.device)
         return self._broken.any()
@@ -264,13 +264,13 @@ class Balance(StepObserver):
         self._buffers.restore(skipped)
 
     def load(self) -> "ExpertLoads":
-        """Of the last step, by the name of the gate."""
+        """Return the load of the last step, by the name of the gate."""
         return ExpertLoads(self._places, self._sums if self._is_exchanged else torch.zeros_like(self._sums))
 
 
 @final
 class ExpertLoads(Mapping[str, ExpertLoad]):
-    """The load of each gate. Waits for the device when somebody looks."""
+    """The load of each gate. Waits for the device when it is read."""
 
     def __init__(self, places: Sequence[_Place], sums: Tensor) -> None:
         self._places, self._sums = places, sums
@@ -328,7 +328,7 @@ class _Discard(Recorder):
 
 @final
 class DiscardStatistics(StepObserver):
-    """Where updates have no global batch, gates tell what they have seen, and it is not added up."""
+    """Discards the statistics of gates, where updates have no global batch to add them up over."""
 
     def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
         return recording(_Discard()) if forward.trains else None

@@ -153,7 +153,7 @@ class BatchReader:
     # Layers.
 
     def _for_layers(self, inputs: Inputs, targets: Any) -> Any:
-        """What the first layer takes."""
+        """Return the input of the first layer."""
         if self._is_family:
             by_position = dict(zip(self._signature.positional, inputs.args, strict=False))
             return layer_inputs({**by_position, **inputs.kwargs}, targets, context=self._plan.context)
@@ -243,7 +243,7 @@ def _leaf_error(place: str, leaf: object) -> str:
 
 
 def _size_errors(batch: Batch, leaves: list[Any]) -> list[str]:
-    """Where tensors, or lists of plain values, have another number of samples than the rest, or as many."""
+    """Return errors of tensors with different numbers of samples, and of lists with a value per sample."""
     sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     if len(sizes) == 1:
         samples = sizes.pop()

@@ -141,5 +141,5 @@ class _FirstOfUpdate(StepObserver):
 
 
 def _as_row(number: Number, like: Tensor) -> Tensor:
-    """A row of one number, where `like` is; nobody waits for it."""
+    """Return a row of one number, where `like` is, without waiting for the device."""
     return number.double().view(1) if isinstance(number, Tensor) else like.new_full((1,), number)

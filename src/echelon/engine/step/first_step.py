@@ -1,5 +1,5 @@
-"""What the first step shows of a model, all ranks told before its update: a step that one rank refuses is
-refused by all, and no weight has changed."""
+"""Checks of the first step, before its update: a step that one rank refuses is refused by all, and no weight
+has changed."""
 
 from typing import final
 

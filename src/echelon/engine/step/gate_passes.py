@@ -1,4 +1,4 @@
-"""What the first step shows of gates with a loss: whether each pass that counts brings its gradient back.
+"""Check in the first step that each pass of a gate with a loss brings its gradient back.
 
 The gradient of an auxiliary loss is asked for by the backward pass of a gate's weights: see
 `nn/experts/recording.py`. It is that of a plain loop only if backward passes ask for what was recorded.
@@ -28,7 +28,7 @@ class Named(Protocol):
 
 @final
 class GatePasses:
-    """Of the gates of this rank, in one step."""
+    """The passes of the gates of this rank in one step."""
 
     def __init__(self) -> None:
         self.start_step()
@@ -56,7 +56,7 @@ class GatePasses:
         return differentiate(loss, statistics)
 
     def errors(self, gates: Iterable[Named], tolerance: float) -> Iterator[str]:
-        """Of this rank."""
+        """Yield the errors of the gates of this rank."""
         for each in gates:
             problem = self._problem(each.gate, tolerance)
             if problem:
@@ -65,8 +65,8 @@ class GatePasses:
     def _problem(self, gate: Gate, tolerance: float) -> str:
         if gate.ran_in_backward and gate not in self._traced and (gate.has_loss or gate.balances_itself):
             return (
-                "the model runs this gate again in the backward pass (torch.utils.checkpoint?), where nobody "
-                "counts what it sees; leave that to the plan, by recompute=full, or use use_reentrant=False"
+                "the model runs this gate again in the backward pass (torch.utils.checkpoint?), where what "
+                "it sees is not counted; leave it to the plan, by recompute=full, or use use_reentrant=False"
             )
         if gate in self._foreign:
             return (
@@ -139,7 +139,7 @@ def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """What the loss is a function of."""
+    """Yield the leaves that the loss is a function of."""
     todo: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while todo:

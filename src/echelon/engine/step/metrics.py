@@ -1,4 +1,4 @@
-"""What a step and an evaluation tell: numbers that are the same on every rank."""
+"""The results of a step and of an evaluation: numbers that are the same on every rank."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from echelon.update.numbers import StepNumbers
 
 @final
 class StepTimer:
-    """How long a step takes: on the host, or on a CUDA device from its first kernel to its last."""
+    """The duration of a step: on the host, or on a CUDA device from its first kernel to its last."""
 
     def __init__(self, device: torch.device) -> None:
         """Starts."""
@@ -37,7 +37,7 @@ class StepTimer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `seconds` returns without waiting for the device. Only after `stop`."""
+        """True if `seconds` returns without waiting for the device. Only after `stop`."""
         return not self._events or self._events[1].query()
 
     def seconds(self) -> float:
@@ -61,9 +61,9 @@ class Metrics:
     state as they are, on all ranks; `grad_norm` is infinite then, or the loss is not finite. `loss_scale` is
     what fp16 multiplied the loss by; elsewhere 1.
 
-    On a CUDA device `engine.step` returns before the step is done. The first look at any number waits for it;
-    to keep the device busy, look at a step when the next one has begun, or once in many steps. A look at a
-    step that was refused raises its error. `repr` does neither: it shows what is known.
+    On a CUDA device `engine.step` returns before the step is done. Reading any number waits for it; to keep
+    the device busy, read those of a step when the next one has begun, or once in many steps. Reading one of a
+    refused step raises its error. `repr` does neither: it shows what is known.
     """
 
     __slots__ = ("_numbers", "_seconds")
@@ -78,7 +78,7 @@ class Metrics:
 
     @property
     def auxiliary_loss(self) -> float:
-        """What the gates of a mixture of experts have added to `loss`; 0 without any."""
+        """The part of `loss` that the gates of a mixture of experts have added; 0 without any."""
         return self._numbers.read().auxiliary
 
     @property
@@ -103,7 +103,7 @@ class Metrics:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the step is done, so that a look does not wait for the device."""
+        """True if the step is done, so that reading a number does not wait for the device."""
         timed = not isinstance(self._seconds, StepTimer) or self._seconds.is_ready
         return timed and self._numbers.is_ready
 
@@ -196,7 +196,7 @@ def check_measure(measure: Measure | None, plan: Plan) -> None:
 
 
 def _pair(name: object, value: Any, num_samples: int) -> tuple[Tensor, Tensor]:
-    """What one microbatch measured, as (total, count) in float64."""
+    """Return what one microbatch measured, as (total, count) in float64."""
     whose = f"measure's {name!r}" if name != _UNNAMED else "measure"
     if not isinstance(name, str):
         raise UserError(f"{whose}: the keys of a dict that a measure returns must be strings")

@@ -1,4 +1,4 @@
-"""What losses are divided by before the backward pass: the count of all losses of their update.
+"""The divisor of losses before the backward pass: the count of all losses of their update.
 
 Then all that passes through a backward pass is a gradient of the mean over the global batch, as on one
 device. A function of gradients that is not linear (a hook that clips, an autograd.Function that clamps) sees
@@ -13,8 +13,8 @@ by, as long as this was the same for all losses of the update.
 
 Where units are updated in the backward pass (`exact`) nothing is left to divide by the true count. There the
 last count must be one of the three, which `learn` finds in a rehearsal of the first step, and all ranks must
-know it. Where several fit, a batch for which they differ is rehearsed too. A device that nobody may read does
-not tell: there the last that fits is taken, and the numbers of a step say if it was wrong.
+know it. Where several fit, a batch for which they differ is rehearsed too. Where the device must not be read,
+the last that fits is taken, and the numbers of a step say if it was wrong.
 """
 
 import copy
@@ -33,7 +33,7 @@ from echelon.update.numbers import Number
 
 
 class Counts(NamedTuple):
-    """What a loss may count: samples, their targets, and those targets that are not ignored."""
+    """The counts that a loss may have: samples, their targets, and those targets that are not ignored."""
 
     samples: Number
     targets: Number
@@ -97,7 +97,7 @@ class LossNormaliser:
         return trial
 
     def counters(self) -> dict[str, Number]:
-        """What the next step's normaliser depends on, by name."""
+        """Return the numbers that the next step's normaliser depends on, by name."""
         counts = self._before if self._is_here and self._before is not None else ()
         return {f"last {name}": number for name, number in zip(Counts._fields, counts, strict=False)}
 
@@ -107,7 +107,7 @@ class LossNormaliser:
         self._before = None if None in counts else Counts(*(float(number or 0) for number in counts))
 
     def _has_one_loss(self, samples: int) -> bool:
-        """Whether every update of a step is of one loss, which is here."""
+        """Return whether every update of a step is of one loss, which is here."""
         num_losses = min(samples, self._mesh.plan.microbatches)
         return self._has_all_losses and self._updates_per_step >= num_losses
 
@@ -116,13 +116,13 @@ class LossNormaliser:
         assert self._before is not None
         matches = tuple(rule for rule in self._rules if float(self._before[rule]) == count)
         if not self._has_pairs():
-            matches = (0,)
+            matches = (0,)  # means, which are weighted by samples
         if not matches and not self._is_only:
             raise self._unknown_count(f"the loss counts {count:g}")
         self._rules, self._is_learned = matches, True
 
     def _has_pairs(self) -> bool:
-        """Whether a loss of the last step, on any rank, was (total, count), and not a mean of samples."""
+        """Return whether a loss of the last step, on any rank, was (total, count), not a mean."""
         flag = torch.tensor(float(self._last.has_pair), device=self._mesh.device)
         if self._mesh.plan.ranks > 1:
             group = self._mesh.group("all")
@@ -131,8 +131,8 @@ class LossNormaliser:
         return bool(flag)
 
     def reopen(self, batch: Any, samples: int) -> bool:
-        """Whether this batch tells apart what losses may count: then it must be rehearsed, and learned from.
-        The same on every rank."""
+        """Return whether this batch tells apart what losses may count: then it must be rehearsed, and
+        learned from. The same on every rank."""
         is_known = len(self._rules) < 2 or self._deferred
         if not self._is_learned or is_known or (self._has_one_loss(samples) and self._mesh.plan.stages == 1):
             return False
@@ -154,7 +154,7 @@ class LossNormaliser:
         plan, group, device = self._mesh.plan, self._mesh.group("data"), self._mesh.device
         if plan.data == 1:
             return local
-        if plan.sync == "async":  # nobody waits: as if every worker held as much
+        if plan.sync == "async":  # workers do not wait: as if each held as much
             workers = plan.data if plan.staleness == 0 else 1
             return Counts(*(number * workers for number in local))
         row = torch.cat([_on_device(number, device) for number in local])
@@ -166,7 +166,7 @@ class LossNormaliser:
 
 @final
 class StepNormaliser:
-    """What the losses of one step are divided by."""
+    """The divisor of the losses of one step."""
 
     def __init__(self, counts: Counts, expected: Number | None, *, is_only: bool, local: int | None) -> None:
         """`expected`: the count of (total, count), if an earlier step has told. `is_only`: an update is of
@@ -224,8 +224,7 @@ def _check_count(count: float, targets: Any, rule: int) -> None:
 
 
 def count_targets(targets: Any, samples: int, device: torch.device | None = None) -> Counts:
-    """What there is to count in the targets of some samples. Given a device, nothing is read: a number that
-    must be computed stays there."""
+    """Count samples and targets. Given a device, nothing is read: a computed number stays there."""
     tensors = tensors_of(targets)
     if len(tensors) != 1:
         return Counts(samples, samples, samples)
@@ -242,11 +241,11 @@ def _targets(batch: Any) -> Any:
 
 
 def _expected(counts: Counts, before: Counts | None, count_before: Number) -> Number:
-    """The candidate that was the count of the step before, or that count. Nobody reads a device."""
+    """Return the candidate that was the count of the step before, or that count, without reading a device."""
     expected: Number = count_before
     if isinstance(count_before, Tensor):  # 0: every step before was refused
         expected = torch.where(count_before == 0, counts.counted, count_before)
-    for now, earlier in zip(counts, before or (), strict=False):
+    for now, earlier in zip(counts, before or (), strict=False):  # `if` on a tensor would stop the host
         is_match = earlier == count_before
         if isinstance(is_match, Tensor):
             expected = torch.where(is_match, now, expected)
@@ -258,7 +257,7 @@ def _expected(counts: Counts, before: Counts | None, count_before: Number) -> Nu
 def _not_zero(count: Number) -> Number:
     """A loss of nothing has no gradient; it must not become one of not-a-number."""
     if isinstance(count, Tensor):
-        return torch.where(count == 0, 1.0, count.double())
+        return torch.where(count == 0, 1.0, count.double())  # float32 is exact up to 2²⁴ tokens only
     return count or 1.0
 
 

@@ -102,17 +102,17 @@ class StepRunner(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is under way: only then can ranks do something else together."""
+        """True if nothing is under way: only then can ranks do something else together."""
         return True
 
     @property
     def updates_last(self) -> bool:
-        """Whether a step is known to change weights and the optimizer's state only after all of its backward
+        """True if a step is known to change weights and the optimizer's state only after all of its backward
         passes."""
         return False
 
     def counters(self) -> dict[str, Number]:
-        """What later steps depend on, beside what is owned."""
+        """Return the numbers that later steps depend on, beside the owned state."""
         return self._normaliser.counters()
 
     def restore(self, numbers: Mapping[str, float]) -> None:
@@ -141,7 +141,7 @@ class StepRunner(ABC):
 
     @property
     def instruction(self) -> Instruction:
-        """What is executed here now."""
+        """The instruction that is executed here now."""
         return self._interpreter.instruction
 
     # Passes without an update.
@@ -198,7 +198,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _pass_program(self, number: int) -> Program:
-        """Of a step with so many microbatches, from an empty pipeline to an empty one."""
+        """Make the program of `number` microbatches, from an empty pipeline to an empty one."""
 
     def _script(self, key: object, make: Callable[[], Program]) -> Script:
         if key not in self._scripts:
@@ -231,7 +231,7 @@ class StepRunner(ABC):
         return feed
 
     def _skips_units(self, normaliser: StepNormaliser) -> bool | Tensor:
-        """Whether units that are updated in the backward pass must not change."""
+        """Return whether units that are updated in the backward pass must not change."""
         if self._balance is None:
             return normaliser.is_empty
         is_broken = self._balance.is_broken()
@@ -257,7 +257,7 @@ class StepRunner(ABC):
 
     @property
     def _is_half_updated(self) -> bool:
-        """Whether a step that has not ended has updated units already."""
+        """True if a step that has not ended has updated units already."""
         return self._update.units is not None and self._update.units.has_updated
 
     # What the last instructions of a program mean, when the gradients of all stages are summed.

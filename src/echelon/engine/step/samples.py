@@ -1,4 +1,4 @@
-"""Which samples of the global batch a microbatch holds, and the scopes of draws, which are keyed by them."""
+"""The samples of the global batch that a microbatch holds, and the scopes of draws, keyed by them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +24,7 @@ Counts = Callable[[int], Sequence[int] | Tensor]  # from the samples of this rep
 
 
 def samples_before(counts: Sequence[int] | Tensor, replica: int) -> int | Tensor:
-    """How many samples of the global batch precede those of `replica`. It stays where the counts are."""
+    """Count the samples of the global batch before those of `replica`, where the counts are."""
     earlier = counts[:replica]
     return earlier.sum() if isinstance(earlier, Tensor) else sum(earlier)
 
@@ -38,7 +38,7 @@ def first_sample(before: int | Tensor, samples: int, microbatch: int, microbatch
 
 
 def gather_counts(samples: int, group: Group, device: torch.device, replicas: int) -> Sequence[int] | Tensor:
-    """How many samples each replica holds: one integer of each goes to all, and stays on the device.
+    """Return how many samples each replica holds: one integer of each goes to all, and stays on the device.
 
     A stage of a pipeline may have several ranks of each replica in its group, one after the other.
     """
@@ -60,10 +60,10 @@ def assume_equal_counts(samples: int, group: Group) -> list[int]:
 
 @final
 class Scopes:
-    """Where in the training each forward pass of this replica is, for all that its model draws.
+    """The place in the training of each forward pass of this replica, for all that its model draws.
 
     Whether a forward draws by functions of torch shows in the first steps, in which all calls are watched.
-    Then replicas agree on it: where nothing is drawn, they do not talk, and nobody watches.
+    Then replicas agree on it: where nothing is drawn, they do not talk, and calls are not watched.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Scopes:
         return [] if self._agreement is None else list(self._agreement.draws.foreign)
 
     def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
-        """What opens the scope of a microbatch."""
+        """Return a function that opens the scope of a microbatch."""
         if self._agreement is not None:
             self._agreement.start_step()
         return self._of_passes(step, samples)
@@ -121,14 +121,14 @@ class Scopes:
             yield
 
     def at_sample(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
-        """What opens the scope of samples from a place on, counted among the `samples` of this replica. It
-        reaches to the last of them, unless `counted_samples` says how many are in the pass."""
+        """Return a function that opens the scope of samples from a place on, counted among the `samples` of
+        this replica. It reaches to the last one, unless `counted_samples` says how many are in the pass."""
         agreement = self._agreement
         is_keyed = self._has_noise or any(module.p > 0 for module in self._modules)
         draws = agreement.draws if agreement is not None and agreement.intercepts else None
         if not is_keyed and draws is None:
             return no_scope
-        before: int | Tensor = self._replica * samples  # of a draw that nobody has agreed on
+        before: int | Tensor = self._replica * samples  # of a draw before replicas have agreed
         if is_keyed or agreement is None or not agreement.is_late:
             before = samples_before(self._counts(samples), self._replica)
         return lambda place: scope(
@@ -162,12 +162,12 @@ class Scopes:
 
 @final
 class DrawAgreement:
-    """What ranks know of the draws in their forwards."""
+    """The knowledge that ranks share of the draws in their forwards."""
 
     def __init__(self, draws: SampleDraws, mesh: Mesh) -> None:
         self.draws, self.device, self._mesh = draws, mesh.device, mesh
         plan = mesh.plan
-        # Steps until every stage has run twice: whoever draws otherwise is named at the second pass.
+        # Steps until every stage has run twice: a model that draws otherwise is named at the second pass.
         # PipeDream fills its pipeline first.
         self._num_open = 2 + (0 if plan.flushes else len(plan.replicas))
         self._is_open, self.is_late = True, False
@@ -176,7 +176,7 @@ class DrawAgreement:
 
     @property
     def intercepts(self) -> bool:
-        """Whether functions of torch that draw are made here."""
+        """True if echelon makes the draws of functions of torch."""
         return self._is_open or self._is_agreed or self.is_late
 
     def start_step(self) -> None:
@@ -188,7 +188,7 @@ class DrawAgreement:
             self._is_agreed = self._flag.wait()[0] > 0
 
     def _close(self) -> None:
-        """Nobody watches from here on; until all ranks know what they have found, draws are made here."""
+        """Stop watching; until all ranks know what the others found, echelon makes the draws."""
         self._is_open, self.draws.watches = False, False
         group = self._mesh.group("data")
         if self._mesh.plan.sync == "async" or group.size == 1:

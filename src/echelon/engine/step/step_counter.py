@@ -1,4 +1,4 @@
-"""Which number a step has, how many steps have made an update, and which of them may still turn out refused.
+"""The number of a step, the count of updates, and the steps that may still turn out refused.
 
 The learning rate and the masks of dropout belong to the number of a step. On a device a step may turn out to
 be refused after the next one has begun, with the next number. So a refused step keeps its number, on a CPU
@@ -48,13 +48,13 @@ class StepCounter:
 
     @property
     def is_near_limit(self) -> bool:
-        """Whether the next step may be the one too many, if those that nobody has checked were skipped."""
+        """True if the next step may be the one too many, should the unchecked ones have been skipped."""
         in_row = self._num_in_row + len(self._unchecked) + 1
         return self._most_skipped is not None and in_row >= self._most_skipped
 
     @property
     def is_in_row(self) -> bool:
-        """Whether the last step that was checked was skipped."""
+        """True if the last step that was checked was skipped."""
         return self._num_in_row > 0
 
     @property
@@ -77,7 +77,7 @@ class StepCounter:
         self._unchecked.append(numbers)
 
     def late_error(self, *, but: int = 0) -> UserError | None:
-        """The first error of steps that nobody has checked; the last `but` are left for later."""
+        """Return the first error of unchecked steps; the last `but` are left for later."""
         first: UserError | None = None
         while len(self._unchecked) > but:
             numbers = self._unchecked.popleft()
@@ -86,7 +86,7 @@ class StepCounter:
                 self._num_refused += 1
             else:
                 error = self._check_skipped(numbers.outcome)
-            first = first or error  # also where somebody has read it: elsewhere nobody may have
+            first = first or error  # even if read here: other ranks may not have read it
         return first
 
     def _check_skipped(self, outcome: Outcome) -> UserError | None:

@@ -1,4 +1,4 @@
-"""How a rank failed, and which of several failures is the root cause.
+"""The failure of a rank, and the root cause among several failures.
 
 When one rank is lost, the others soon fail too, in their collectives, and their messages may arrive
 first. So failures are ordered by kind first, and then by time.

@@ -58,7 +58,7 @@ def max_pool(x: Tensor, window: "Window") -> tuple[Tensor, Tensor]:
 
 
 def window_indices(places: Tensor, window: "Window", size: torch.Size, width: int) -> Tensor:
-    """Where in a plane of the input, of this width, each element of an output was."""
+    """Return where in a plane of the input, of this width, each element of an output was."""
     kernels = _kernels(places)
     if kernels is not None:
         return kernels.window_indices(places, window, size, width)  # type: ignore[no-any-return]

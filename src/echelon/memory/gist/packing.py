@@ -13,7 +13,7 @@ from echelon.memory.storages import is_dense
 
 
 class Layout(NamedTuple):
-    """How the elements of a tensor lie in memory without gaps."""
+    """The order of the elements of a tensor in memory without gaps."""
 
     size: torch.Size
     stride: tuple[int, ...]

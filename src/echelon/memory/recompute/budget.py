@@ -298,7 +298,7 @@ def _begin_segment(problem: _Problem, labels: _Labels, index: int, *, bounded: b
 
 
 def _last_end(problem: _Problem, begin: int) -> int:
-    """Where the longest segment ends that begins here."""
+    """Return the end of the longest segment that begins here."""
     end, last = begin, min(int(problem.last[begin]), begin + problem.longest)
     while end < last and problem.layers[end].can_recompute:
         end += 1

@@ -35,7 +35,7 @@ class Outputs:
         self._tensors = [(number, weakref.ref(tensor), tensor._version) for number, tensor in tensors]
 
     def find(self, tensor: Tensor) -> int | None:
-        """Which output it is; None for another tensor, and for an output that was changed since."""
+        """Return the number of an output; None for another tensor, and for an output changed since."""
         for number, output, version in self._tensors:
             if output() is tensor and tensor._version == version:
                 return number
@@ -93,7 +93,7 @@ class Arguments:
         return ((number, leaf) for number, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor))
 
     def storages(self, inputs: SavedInputs) -> set[int]:
-        """Where the tensors lie that are kept as they are."""
+        """Return the storages of the tensors that are kept as they are."""
         return storages_of(
             tensor
             for number, tensor in self._tensors()

@@ -23,7 +23,7 @@ from echelon.parallel.observer import StepObserver
 
 
 class ArgumentName(NamedTuple):
-    """Which argument of which layer."""
+    """The name of an argument of a layer."""
 
     layer: str
     number: int
@@ -62,7 +62,7 @@ class WholeInputs:
 
 @final
 class Slots:
-    """Which bytes of a memory are taken. It may be larger than any memory: `size` is what was needed.
+    """The bytes of a memory that are taken. It may be larger than any memory: `size` is what was needed.
 
     >>> slots = Slots()
     >>> slots.take(100), slots.take(256), slots.take(10)
@@ -77,7 +77,7 @@ class Slots:
         self.size = 0
 
     def take(self, num_bytes: int) -> int:
-        """Where a slot begins."""
+        """Take a slot, and return where it begins."""
         self._collect()
         begin, size = 0, round_up(max(num_bytes, 1), ALIGNMENT)
         for other_begin, other_end in self._taken:

@@ -370,5 +370,5 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Which storage a tensor lies in."""
+    """Return the address of the storage of a tensor."""
     return int(tensor.untyped_storage()._cdata)

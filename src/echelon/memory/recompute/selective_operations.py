@@ -1,4 +1,4 @@
-"""Which operations `recompute=selective` computes again, and what each costs.
+"""The operations that `recompute=selective` computes again, and the cost of each.
 
     pass     the time to move as many bytes through memory as the operation returns
     cheap    a few passes: pointwise functions, norms, softmax, casts and copies
@@ -71,7 +71,7 @@ def _functions(names: str) -> set[Callable[..., Any]]:
 
 
 class Way(Enum):
-    """How a function is watched."""
+    """The way in which a function is watched."""
 
     STRAIGHT = "straight"  # not at all: nothing in it is cheap, and it does not write
     PRODUCT = "product"

@@ -1,4 +1,4 @@
-"""Where generators of random numbers stand: the global ones of torch, Python and numpy, and those that are
+"""The states of random number generators: the global ones of torch, Python and numpy, and those that are
 attributes of modules."""
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Which elements dropout keeps, a pure function of seed, step, layer, sample and position; and dropping them.
+"""The mask of dropout, a pure function of seed, step, layer, sample and position; and its application.
 
 Each hash (hashing.py) serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³². Where
 Triton is installed, `kernel` computes the same bits on a CUDA device in one pass, with nothing kept for the

@@ -257,7 +257,7 @@ def saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
 
 
 class _Kind(NamedTuple):
-    """How one class of dropout modules drops. A mask with a dim more than the input is of one sample."""
+    """The rule of one class of dropout modules. A mask with a dim more than the input is of one sample."""
 
     mask_shape: Callable[[Tensor], Shape]
     apply_mask: Callable[[Tensor, Tensor, float, bool], Tensor]

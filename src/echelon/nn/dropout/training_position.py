@@ -1,4 +1,4 @@
-"""Where in the training a forward pass is: the step and the samples, which keyed dropout asks for.
+"""The place of a forward pass in the training: the step and the samples, which keyed dropout asks for.
 
 A scope is open for the thread that opened it. The backward pass may run in another thread: code that
 computes activations again there calls `current()` in the forward pass and `restore` in the backward pass.

@@ -1,4 +1,4 @@
-"""How the statistics of gates reach the loss.
+"""Record the statistics of gates, so that they reach the loss.
 
 An auxiliary loss is a function of sums over the global batch, which no microbatch and no rank has. What the
 backward pass of a microbatch needs is the gradient of that function with respect to the sums, the same for

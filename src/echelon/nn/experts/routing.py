@@ -1,4 +1,4 @@
-"""What all gates share between their tokens and their routing: logits, choice, capacity, statistics, losses.
+"""The code that all gates share from tokens to routing: logits, choice, capacity, statistics, losses.
 
 An expert has a capacity per sample, so that no division of the batch changes it. Slots over the capacity are
 dropped, all first choices before all second ones, and among these by position. With capacity 2, of 4

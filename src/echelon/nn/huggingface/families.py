@@ -40,7 +40,7 @@ class Names(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How one causal architecture differs from another."""
+    """The differences between causal architectures."""
 
     trunk: str  # the attribute that holds everything but the head
     output: str  # the class that its forward returns
@@ -81,7 +81,7 @@ FAMILIES = {
 
 
 class Encoder(NamedTuple):
-    """How one encoder differs from another: names of modules."""
+    """The differences between encoders: names of modules."""
 
     trunk: str  # the attribute that holds everything but the head
     blocks: str  # of the trunk

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits the families of transformers.
+"""Tables of how tensor parallelism splits the families of transformers.
 
 The words of the tables are those of tensor_parallel.styles. Query, key and value in one matrix may lie head
 by head (GPT-NeoX, Bloom, most of Falcon): a rank's heads are consecutive rows there, so it is a plain column.

@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Recording(NamedTuple):
-    """How a model was built, and which version each of its tensors had then."""
+    """The tape of how a model was built, and the version that each of its tensors had then."""
 
     tape: Tape
     seed: int

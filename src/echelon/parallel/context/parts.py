@@ -1,4 +1,4 @@
-"""Which rank holds which positions of a sequence, and which positions attend to which. Pure functions.
+"""Divide the positions of a sequence among ranks, and say which attend to which. Pure functions.
 
 A sequence is split into 2C equal chunks, and rank r holds the chunks r and 2C−1−r, one after the other. Early
 positions attend to few others and late ones to many: one chunk of each makes every rank's work equal. For
@@ -61,14 +61,14 @@ def put_together(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 def count_before(limit: int, length_here: int, rank: int, ranks: int) -> int:
-    """How many of the `length_here` positions of `rank` are below `limit`: the first ones of them."""
+    """Count those of the `length_here` positions of `rank` that are below `limit`: the first ones."""
     starts = _starts(length_here * ranks, rank, ranks)
     chunk = length_here // len(starts)
     return sum(min(max(limit - start, 0), chunk) for start in starts)
 
 
 def block_of(rank: int, source: int, length: int) -> Block:
-    """Which of the `length` positions of `rank` attend to which of `source`: see the grid above.
+    """Return which of the `length` positions of `rank` attend to which of `source`: see the grid above.
 
     The two chunks of one rank are a sequence in order. The chunks of a higher rank lie between the two of a
     lower one.
@@ -92,7 +92,7 @@ def check_length(length: int, ranks: int) -> None:
 
 
 def _starts(length: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Where the chunks of `rank` begin in the sequence."""
+    """Return where the chunks of `rank` begin in the sequence."""
     check_length(length, ranks)
     if ranks == 1:
         return (0,)

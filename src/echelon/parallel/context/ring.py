@@ -154,7 +154,7 @@ def start_exchange(group: Group, messages: Sequence[Message]) -> Exchange:
 
 
 def reach(ranks: int, way: int) -> int:
-    """How many ranks a tensor travels to in this direction."""
+    """Count the ranks that a tensor travels to in this direction."""
     return ranks // 2 if way == RIGHT else (ranks - 1) // 2
 
 

@@ -103,7 +103,7 @@ class GradientKind(NamedTuple):
 
 
 class GradientMemory(ABC):
-    """Where gradients lie until they are summed."""
+    """The memory of gradients until they are summed."""
 
     @abstractmethod
     def take(self, size: int, kind: GradientKind) -> Tensor:

@@ -73,7 +73,7 @@ class Buffers:
         ]
 
     def _changed_anywhere(self, buffers: Mapping[str, Tensor]) -> Sequence[bool]:
-        """Which buffers some replica may have changed."""
+        """Return which buffers some replica may have changed."""
         first = next(iter(buffers.values()))
         asks = first.is_cpu if self._asks is None else self._asks
         if not asks and sum(buffer.nbytes for buffer in buffers.values()) <= SMALL:

@@ -51,7 +51,7 @@ class SharedGradient(NamedTuple):
 
 
 class ShardGroups(NamedTuple):
-    """How the ranks of a set divide it among them, if they do; named as the axes of the mesh.
+    """The groups that divide a set among its ranks, if they do; named as the axes of the mesh.
 
     `shard`: the ranks that hold the parts of one copy, this rank among them; `copies`: the ranks that hold
     the same part as this one, each of another copy.
@@ -102,7 +102,7 @@ class ParameterSet:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; the CPU if there are none."""
+        """The device of the parameters; the CPU if there are none."""
         return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
 
     @property

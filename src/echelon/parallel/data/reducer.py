@@ -169,7 +169,7 @@ class Reducer:
 
 @final
 class UsedParameters:
-    """Which parameters were used: what each replica knows is on its way to the others."""
+    """The parameters that were used: what each replica knows is on its way to the others."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], used: Set[nn.Parameter], group: Group) -> None:
         self._parameters = parameters
@@ -187,7 +187,7 @@ class UsedParameters:
 
 
 def set_anywhere(flags: Sequence[bool], group: Group, device: torch.device) -> Sequence[bool]:
-    """Which of `flags` are set on any rank of the group; all ranks take part."""
+    """Return which of `flags` are set on any rank of the group; all ranks take part."""
     return FlagExchange(flags, group, device).wait()
 
 
@@ -204,7 +204,7 @@ class FlagExchange:
         self._handle = group.all_reduce(self._on_device, "max", wait=False)
 
     def wait(self) -> Sequence[bool]:
-        """Which flags are set on any rank."""
+        """Return which flags are set on any rank."""
         self._handle.wait()
         return self._flags if all(self._flags) else self._on_device.bool().tolist()
 

@@ -1,4 +1,4 @@
-"""How the ranks of a parameter set hold it and agree on its gradients: the interface.
+"""The interface of how the ranks of a parameter set hold it and agree on its gradients.
 
 A stage calls, for each step and in this order: `start_step`; for each microbatch `start_backward`, the
 backward pass, `finish_backward`; `reduce`; the optimizer works on `local_parameters()`; `publish`.
@@ -158,7 +158,7 @@ class Sharing(ABC):
         """The weights that this rank holds, frozen ones too."""
 
     def slices(self, local: LocalParameter) -> list[Slice]:
-        """Where the pieces of `local.tensor` lie in the whole parameter, in order."""
+        """Return where the pieces of `local.tensor` lie in the whole parameter, in order."""
         return [whole_slice(local.name, local.parameter)]
 
     def stored_values(self, local: LocalParameter) -> Tensor:
@@ -166,7 +166,7 @@ class Sharing(ABC):
         return local.tensor.detach()
 
     def host_run(self, local: LocalParameter) -> HostRun | None:  # noqa: ARG002
-        """Where a local parameter lies in host memory, if it does."""
+        """Return where a local parameter lies in host memory, if it does."""
         return None
 
     def pieces_to_update(self) -> Iterator[list[LocalParameter]]:

@@ -99,7 +99,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Dispatch(NamedTuple):
-    """How the slots of all ranks of a group reach the experts.
+    """The exchange that brings the slots of all ranks of a group to the experts.
 
     `sent`: how many rows leave, also those to this rank itself. `counts` [ranks, experts here]: how many rows
     of each expert come from each rank.
@@ -221,7 +221,7 @@ def experts_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def counts_of(slots: Slots) -> Tensor:
-    """How many slots each expert has."""
+    """Count the slots of each expert."""
     return slots.ends.long().diff(prepend=slots.ends.new_zeros(1))
 
 
@@ -239,7 +239,7 @@ def mix_rows(rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Where each row goes."""
+    """Return where each row goes."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 

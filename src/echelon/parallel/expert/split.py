@@ -1,4 +1,4 @@
-"""Which modules hold experts, and what a rank keeps of them: a slice of their stacked matrices.
+"""The modules that hold experts, and what a rank keeps of them: a slice of their stacked matrices.
 
 8 experts, expert=4     rank 0: experts 0 and 1     rank 1: experts 2 and 3     …
 """

@@ -128,7 +128,7 @@ def can_share(x: Tensor) -> bool:
 
 @final
 class SharedInput:
-    """Which matrices have the same input: the first call of a pass computes the products of all of them.
+    """The matrices that have the same input: the first call of a pass computes the products of all of them.
 
     In the first pass every matrix is on its own, because only then it is seen which ones share an input. All
     ranks make the same calls, so all ranks come to the same answer. A layer that runs again in the backward
@@ -152,7 +152,7 @@ class SharedInput:
         return None if together is None else self._products.pop(caller)
 
     def _choose(self, caller: Multiplier, x: Tensor) -> list[Multiplier] | None:
-        """Which products to compute now: none where the caller's is there; None: the caller is on its own."""
+        """Return the products to compute now: none if the caller's is there; None: it is on its own."""
         if self._input is None or self._input() is not x or self._version != x._version:
             self._start(caller, x)
             if caller not in self.learned:

@@ -37,7 +37,7 @@ def _is_inside(style: Style) -> bool:
 
 
 class Sharded(NamedTuple):
-    """How a model was split. The parameters that are not in `shards` are whole on every rank.
+    """The split of a model. The parameters that are not in `shards` are whole on every rank.
 
     `partial`: every rank has a part of their gradient. `by_heads`: dropouts of this rank's heads. `inner`:
     dropouts of this rank's features, which see the same part of the sequence as columns.

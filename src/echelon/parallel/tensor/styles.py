@@ -331,7 +331,7 @@ def cuts(module: nn.Module, style: Style) -> list[Cut]:
 
 
 def rows_of_rank(style: Style, size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Where the outputs of a column lie that a rank computes, as (begin, end); some parts it uses whole."""
+    """Return the outputs of a column that a rank computes, as (begin, end); some parts it uses whole."""
     unit, begin, spans = size // sum(style.parts), 0, []
     for index, part in enumerate(style.parts):
         is_whole = index in style.whole

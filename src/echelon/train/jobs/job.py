@@ -134,7 +134,7 @@ def _given(table: ExpertsJob | ModelJob) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DataJob:
-    """Where tokens come from: `stdlib`, a text file, a folder of them, or a `.bin` token file. Or images:
+    """The source of tokens: `stdlib`, a text file, a folder of them, or a `.bin` token file. Or of images:
     `synthetic`, or a folder with one folder for each class."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA

@@ -79,7 +79,7 @@ class WorkerGradients(LocalSum):
             bucket.close()
 
     def used_flags(self) -> Tensor:
-        """Which of the trained parameters have got a gradient in this step."""
+        """Return a flag for each trained parameter: it has got a gradient in this step."""
         return torch.tensor([p in self._used for p in self._trained], dtype=torch.uint8)
 
     def norm_share(self) -> list[Tensor]:

@@ -33,7 +33,7 @@ class Returning:
 
 @final
 class WeightReturn:
-    """Which weights are on their way."""
+    """The new weights on their way from the host to the device."""
 
     def __init__(self, boundary: HostBoundary) -> None:
         self._boundary = boundary

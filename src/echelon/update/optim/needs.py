@@ -1,4 +1,4 @@
-"""How much of a parameter an optimizer must see to update it.
+"""The part of a parameter that an optimizer must see to update it.
 
     element   each element alone: a rank can update any run of elements        AdamW, SGD
     sums      sums over rows, columns or all of it: ranks add up theirs        Adafactor and SM3 of echelon

@@ -46,7 +46,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Refuse: it is unknown which of the optimizers is to update them."""
         if self.param_groups:
             raise UserError(
-                f"CombinedOptimizer.add_param_group: nobody knows which of its {len(self.optimizers)} "
+                f"CombinedOptimizer.add_param_group: it is unknown which of its {len(self.optimizers)} "
                 "optimizers is to update the new parameters; give them to one of those before "
                 "CombinedOptimizer is made"
             )

@@ -25,7 +25,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @final
 class Table:
-    """Where the tensors of some elements lie, on the device."""
+    """The addresses of the tensors of some elements, on the device."""
 
     def __init__(self, elements: Sequence[Element]) -> None:
         device = elements[0].master.device

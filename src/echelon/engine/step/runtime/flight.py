@@ -18,7 +18,7 @@ from echelon.update.numbers import Number
 
 
 class Value(NamedTuple):
-    """What passes from a stage to the next: a structure's description and its tensors, without a history."""
+    """The value one stage passes to the next: a structure's description and its tensors, detached."""
 
     spec: Spec
     tensors: list[Tensor]
@@ -67,7 +67,7 @@ class Flight:
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
     def take_gradients(self) -> list[Tensor | None]:
-        """What the backward pass has left at the inputs."""
+        """Return the gradients of the inputs, and clear them there."""
         gradients = [tensor.grad for tensor in self.inputs]
         for tensor in self.inputs:
             tensor.grad = None
@@ -75,7 +75,7 @@ class Flight:
 
 
 def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Those that want a gradient."""
+    """Return the leaves that want a gradient."""
     return [leaf for leaf in leaves if leaf.wants_gradient]
 
 

@@ -35,7 +35,7 @@ class LossFunction(Protocol):
 
 
 class UpdateRuntime(Protocol):
-    """What the last instructions of a program mean, when all gradients are summed."""
+    """The last instructions of a program, when all gradients are summed."""
 
     def tie(self) -> None: ...
     def norm(self, tally: Tensor) -> None: ...
@@ -103,7 +103,7 @@ class Interpreter:
         self._timer.start_step(script.rank, script.instructions)
         with explain_second_order():
             self._execute(script)
-        at_instruction("")
+        at_instruction("")  # a hang between steps is of no instruction
         self._mailbox.finish_step()
         self._feed = {}
         return self._tally
@@ -167,7 +167,7 @@ class Interpreter:
             self._flights[slot_of(instruction)] = flight
 
     def _enter(self, instruction: Instruction, microbatch: Microbatch) -> tuple[Any, Flight]:
-        """What a stage is called with, and its flight so far."""
+        """Return the input of a stage, and its flight so far."""
         if instruction.stage == 0:
             return microbatch.inputs, Flight()
         value = self._inputs.pop(slot_of(instruction))
@@ -179,11 +179,12 @@ class Interpreter:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
         total, count, normaliser = loss
         count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
+        # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
                 counted_total, counted_samples, counted_weight = counted.unbind()
-                counted_total.add_(total.detach())
+                counted_total.add_(total.detach())  # the tally outlives the graph
                 counted_samples.add_(count)
                 counted_weight.add_(count * normaliser)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
@@ -218,7 +219,7 @@ class Interpreter:
 
     def _backward_input(self, instruction: Instruction) -> None:
         slot = slot_of(instruction)
-        flight, gradients = self._flights[slot], self._gradients.pop(slot)
+        flight, gradients = self._flights[slot], self._gradients.pop(slot)  # the weights need the graph again
         backward = BackwardPass(slot, "inputs", has_work=bool(flight.inputs))
         self._observers.tell("before_backward", backward)
         flight.split = SplitBackward(*flight.known(gradients), flight.inputs, is_hooked=flight.is_hooked)
@@ -327,12 +328,12 @@ class Interpreter:
             self._since_update.zero_()
 
     def _add_up(self, tally: Tensor | None) -> None:
-        """What the next update is the mean of, where every update has losses of its own."""
+        """Count losses for the next update, where every update has losses of its own."""
         if tally is not None:
             self._since_update += tally
 
     def _is_here(self, stage: int, instruction: Instruction) -> bool:
-        """Whether this rank also does `stage` for the microbatch of an instruction."""
+        """Return whether this rank also does `stage` for the microbatch of an instruction."""
         return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank
 
 

@@ -41,7 +41,7 @@ class Mailbox:
         self._upcoming: dict[int, deque[Instruction]] = {}
         for peer, receives in script.receives.items():
             posted = self._posted.setdefault(peer, deque())
-            self._upcoming[peer] = deque(receives[len(posted) :])
+            self._upcoming[peer] = deque(receives[len(posted) :])  # the step before has posted the first
         self._num_received = dict.fromkeys(script.receives, 0)
         self._wire.start_step()
         self.post_ahead()
@@ -62,7 +62,7 @@ class Mailbox:
         self._posted.clear()
 
     def send_activation(self, instruction: Instruction, value: Value) -> None:
-        key = (instruction.stage, self._look(instruction))
+        key = (instruction.stage, self._input_form(instruction))
         with about_content(_content_of(instruction)):
             self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
 
@@ -91,7 +91,7 @@ class Mailbox:
         for peer, upcoming in self._upcoming.items():
             while upcoming and len(self._posted[peer]) < _AHEAD:
                 posted = self._post(upcoming[0])
-                if posted is None:
+                if posted is None:  # messages of a peer match receives in order: none may overtake it
                     break
                 upcoming.popleft()
                 self._posted[peer].append(posted)
@@ -109,25 +109,25 @@ class Mailbox:
         if instruction.op is Op.RECV_ACTIVATION:
             return self._wire.post(peer_of(instruction), self._activation_key(instruction))
         flight = self._flights.get(slot_of(instruction))
-        if flight is None:
+        if flight is None:  # the forward has not run, whose output has the gradient's form
             return None
         return self._wire.post_gradients(flight.output_leaves, peer_of(instruction), tally=self._with_tally)
 
     def _acknowledge(self, peer: int) -> None:
-        """A message has come from `peer`: let go of what it must have received before."""
+        """Free the messages that `peer` must have received before it sent the one that has come."""
         self._wire.acknowledge(peer, self._script.acknowledged[peer][self._num_received[peer]])
         self._num_received[peer] += 1
 
     def _activation_key(self, instruction: Instruction) -> tuple[int, str]:
-        """What the form of an activation that is received follows from."""
-        return instruction.stage - 1, self._look(instruction)
+        """Return the key under which the form of a received activation is remembered."""
+        return instruction.stage - 1, self._input_form(instruction)
 
-    def _look(self, instruction: Instruction) -> str:
+    def _input_form(self, instruction: Instruction) -> str:
         return self._feed[microbatch_of(instruction)].form
 
 
 def _content_of(instruction: Instruction) -> str:
-    """What a message holds, the same for both its ends; debug=true compares it."""
+    """Name the content of a message, the same at both ends; debug=true compares it."""
     to_later = instruction.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
     sends = instruction.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
     receiver = instruction.stage if not sends else instruction.stage + (1 if to_later else -1)

@@ -136,7 +136,7 @@ TALLY = Leaf((3,), torch.float64, wants_gradient=False)
 
 
 class Layout(NamedTuple):
-    """Where a message's tensors lie in its memory, behind the head where that is `head_inside`."""
+    """The places of a message's tensors in its memory, behind the head where that is `head_inside`."""
 
     leaves: tuple[Leaf, ...]
     head_inside: bool
@@ -211,7 +211,7 @@ def read_bytes(memory: Tensor, length: int) -> bytes:
 
 
 def _is_plain(tensor: Tensor, leaf: Leaf) -> bool:
-    """Whether its values are its memory."""
+    """Return whether its memory holds its values in order, so that it can be copied as bytes."""
     dense = tensor.is_cpu and tensor.layout == torch.strided and tensor.dtype == leaf.dtype
     return dense and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 

@@ -48,12 +48,12 @@ class Script:
         return early + [max(0, count - carried) for count in received]
 
     def missing_rounds(self, stage: int) -> int:
-        """How many microbatches fewer than the busiest replica of `stage` this one has."""
+        """Count the microbatches that this replica of `stage` has fewer than the busiest one."""
         own = sum(i.op is Op.FORWARD and i.stage == stage for i in self.instructions)
         return -(-self.program.microbatches // len(self.program.placement[stage])) - own
 
     def _last_backwards(self) -> Iterator[int]:
-        """Where the backward passes stand after which a stage's gradients are reduced."""
+        """Yield the places of the last backward pass of each stage before its gradients are reduced."""
         latest: dict[int, int] = {}
         for place, instruction in enumerate(self.instructions):
             if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
@@ -69,7 +69,7 @@ def _left_in_flight(program: Program, sender: int, receiver: int) -> list[Instru
 
 
 def _num_carried(program: Program, sender: int, receiver: int) -> int:
-    """How many messages that are received in a program were sent before it began."""
+    """Count the messages received in a program that were sent before it began."""
     sent = set(_receives_of_sends(program, sender, receiver))
     return sum(
         instruction.op in RECEIVES and instruction.peer == sender and instruction not in sent
@@ -108,7 +108,7 @@ def microbatch_of(instruction: Instruction) -> int:
 
 
 def _label(instruction: Instruction) -> str:
-    """What the report of a hang calls it: 'RG5 of stage 1, microbatch 5'."""
+    """Name an instruction for the report of a hang: 'RG5 of stage 1, microbatch 5'."""
     place = f"of stage {instruction.stage}"
     if instruction.microbatch is None:
         return f"{instruction.op.value} {place}"

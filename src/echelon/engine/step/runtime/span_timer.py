@@ -6,7 +6,7 @@ event behind each instruction says when the compute stream has come so far:
     compute stream   event ─ F0 ─ event ─ (copy of SA0) ─ event ─ (waits for RG0) ─ event ─ B0 ─ event
 
 The span of a send is the copy into the message; the message itself runs on a stream of its own. The span of a
-receive is how long the compute stream stood still for it. Nothing waits for the device until someone looks.
+receive is how long the compute stream stood still for it. Only reading the spans waits for the device.
 """
 
 import time
@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 @final
 class HostClock:
-    """Where an instruction is done when the host has done it."""
+    """The clock of the CPU, where an instruction is done when the host has done it."""
 
     record = staticmethod(time.perf_counter)
 

@@ -53,6 +53,7 @@ class SplitBackward:
             return [None] * len(self._inputs)
         if self._is_whole:
             return self._both()
+        # A prehook runs when all gradients of a node are added up; this one returns None: it changes none.
         hooks = [kept.node.register_prehook(kept.gradients.extend) for kept in self._kept]
         try:
             found = torch.autograd.grad(
@@ -64,8 +65,8 @@ class SplitBackward:
         return list(found)
 
     def for_weights(self) -> None:
-        """Add to the gradient of each weight, once each, from the outputs down as one pass would. Whoever
-        walks the whole graph comes first: after that, weights may be updated as soon as theirs is there."""
+        """Add to the gradient of each weight, once each, from the outputs down as one pass would. The walk of
+        the whole graph is first: after it, weights may be updated as soon as their gradient is there."""
         if self._is_whole or not self._outputs:
             return
         if not self._inputs:  # nothing was walked yet
@@ -88,6 +89,7 @@ class SplitBackward:
 
 
 def _accumulate(outputs: list[GradientEdge], gradients: list[Tensor], weights: list[Tensor]) -> None:
+    # Retained: several calls walk the same nodes. The graph is freed with its flight.
     torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=weights)
 
 
@@ -101,19 +103,19 @@ class _Graph(NamedTuple):
     shared: list[Tensor]
 
     def needs_one_pass(self) -> bool:
-        """Whether a node that both halves run must not run twice: it has hooks, or is a reentrant checkpoint,
-        which computes gradients of weights itself; or ranks take part in it together, and the others may have
-        no reason to walk all of the graph again."""
+        """Return whether a node that both halves run must not run twice: it has hooks, or recomputes by
+        torch's reentrant checkpoint, which computes gradients of weights itself; or ranks take part in it
+        together, and the others may have no reason to walk all of the graph again."""
         both = self.spine if self.shared else [kept.node for kept in self.kept]
         return any(map(_is_reentrant, self.nodes)) or have_hooks(both) or any(map(_runs_once, both))
 
 
 def _is_reentrant(node: Node) -> bool:
-    return type(node).__name__ == "CheckpointFunctionBackward"
+    return type(node).__name__ == "CheckpointFunctionBackward"  # torch.utils.checkpoint's, use_reentrant=True
 
 
 def _runs_once(node: Node) -> bool:
-    """Whether the function of a node says so of its backward pass."""
+    """Return whether the function of a node says that its backward pass must run once."""
     return getattr(getattr(type(node), "_forward_cls", None), "runs_once", False)
 
 
@@ -126,7 +128,7 @@ def _analyse(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Grap
         below = [child for child, _ in node.next_functions if child is not None]
         if node in ends or any(child in spine for child in below):
             spine.add(node)
-        own = getattr(node, "variable", None)
+        own = getattr(node, "variable", None)  # of AccumulateGrad alone: its leaf
         found = {own: None} if isinstance(own, Tensor) and node not in ends else {}
         for child in below:
             if child not in spine:
@@ -150,7 +152,7 @@ def _inner_first(roots: Sequence[Node]) -> list[Node]:
     """Every node below `roots`, each after all that is below it."""
     order: list[Node] = []
     seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]  # graphs exceed the recursion limit
     while stack:
         node, expanded = stack.pop()
         if expanded:
@@ -184,7 +186,7 @@ def watch_hooks() -> Iterator[HookWatch]:
         yield watch
     finally:
         for name, original in originals.items():
-            if name in inherited:
+            if name in inherited:  # set, it would hide the base class's from then on
                 delattr(Tensor, name)
             else:
                 setattr(Tensor, name, original)
@@ -199,12 +201,12 @@ def _noticed(watch: HookWatch, original: Callable[..., Any]) -> Callable[..., An
 
 
 def have_hooks(nodes: Iterable[Node]) -> bool:
-    """Whether somebody has set a hook on one of these nodes, to be called before or after it."""
+    """Return whether one of these nodes has a hook, to be called before or after it."""
     return any(_has_others(node.register_prehook) or _has_others(node.register_hook) for node in nodes)
 
 
 def _has_others(register: Callable[[Callable[..., None]], torch.utils.hooks.RemovableHandle]) -> bool:
-    """Whether a new hook is not the only one: its handle refers to all of them."""
+    """Return whether there are hooks already: nodes do not list them, but the handle of a new one does."""
     handle = register(_do_nothing)
     try:
         hooks = handle.hooks_dict_ref()

@@ -1,7 +1,7 @@
 """Versions of a stage's weights: older ones stay as they were while the newest moves on.
 
 A forward never uses the parameters themselves but views of a version's memory, through which gradients reach
-the parameters. An update of weights that somebody still needs is given new memory to write to (`stash`), so
+the parameters. An update of weights that are still in use is given new memory to write to (`stash`), so
 the old version costs no copy of its own: as many versions as are in use are in memory.
 """
 
@@ -31,7 +31,7 @@ class Versions:
     """The versions of the weights of some stages, numbered by updates since the pipeline was empty."""
 
     def __init__(self, stages: Sequence[nn.Module], reallocate: Callable[[], None]) -> None:
-        """`reallocate` moves the newest weights to new memory, and leaves the old to whoever holds it."""
+        """`reallocate` moves the newest weights to new memory; the old lives as long as it is stashed."""
         self._reallocate = reallocate
         self._modules = [module for stage in stages for module in stage.modules()]
         self._parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
@@ -45,6 +45,7 @@ class Versions:
     def stash(self, version: int) -> None:
         """Keep the newest weights, since an update is about to replace them."""
         assert version == self.newest, (version, self.newest)
+        # Each `p.data` is a tensor of its own over the old memory, and stays so when the parameter is moved.
         self._stashed[version] = {p: p.data for p in self._parameters}
         self._reallocate()
 
@@ -66,6 +67,7 @@ class Versions:
         assert values is not None or version == self.newest, f"version {version} is gone or not there yet"
         see: Callable[[Tensor, Tensor], Tensor] = _OfVersion.apply
         seen = {p: see(p, p.data if values is None else values[p]) for p in self._parameters}
+        # Into the dicts: `setattr` of a module refuses a tensor in the place of a parameter.
         places = [
             (module._parameters, name, p)
             for module in self._modules
@@ -84,7 +86,7 @@ class Versions:
 
 @contextmanager
 def _in_recurrent(modules: Sequence[nn.Module], seen: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """torch's recurrent modules keep a second list of their weights."""
+    """Replace the weights in the second list of them that forwards of torch's recurrent modules read."""
     lists = [(module, module._flat_weights) for module in modules if isinstance(module, nn.RNNBase)]
     for module, weights in lists:
         module._flat_weights = [seen.get(weight, weight) for weight in weights]  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
 """Messages between stages, sent and received without waiting.
 
 A receiver that knows what will come takes memory for it and posts the receive long before. The form of a
-gradient is that of its activation. The form of an activation follows from what its microbatch's inputs look
-like, mostly: both sides remember it from earlier steps (and use from the next step on what they learn in
-one, so that they always agree). Then one message is enough. The code in its head is 0 if all is as
-remembered; else it is the length of the true description, which follows, and then the true message. What
-nobody remembers is described first.
+gradient is that of its activation. The form of an activation mostly follows from that of its microbatch's
+inputs: both sides remember it from earlier steps (and use from the next step on what they learn in one, so
+that they always agree). Then one message is enough. The code in its head is 0 if all is as remembered; else
+it is the length of the true description, which follows, and then the true message. A form that is not
+remembered is described first.
 
 [Note: heads before receives] On a device only the receive of the head is posted ahead, from host to host. A
 sender queues its tensors and then sends the head; the receiver queues its receive when the head is there. So
@@ -27,7 +27,7 @@ from echelon.collectives import Edge, Edges, Handle
 from echelon.engine.step.runtime import message
 from echelon.engine.step.runtime.message import CODE_BYTES, TALLY, Gradients, Layout, Leaf, Spec
 
-Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
+Key = tuple[int, str]  # the stage that sends, and the form of its microbatch's inputs
 Way = tuple[int, Key]  # and the rank at the other end
 Sent = tuple[Handle, Tensor]
 
@@ -57,7 +57,7 @@ class Posted:
         if self._handle is None and not self._head:
             self._head_handle.wait()
             self._head = message.read_bytes(self._head_memory, self.layout.head_size)
-            if message.code_of(self._head) == 0:
+            if message.code_of(self._head) == 0:  # else the description follows, from host to host
                 with self._from_here():
                     self._handle = self._edge.recv(self.memory, _SUBJECT)
 
@@ -76,19 +76,20 @@ class Wire:
         self._edges, self._device = edges, device
         self._known: dict[Way, Spec] = {}
         self._learned: dict[Way, Spec] = {}
+        # Each send with its memory, which must live until the transfer has read it.
         self._sent: list[Sent] = []  # in this step
         self._earlier: list[Sent] = []  # in the one before
         self._heads: list[Sent] = []  # from host to host, in this step
         self._handles: dict[int, list[Handle]] = {}  # of this step's messages, by the rank that receives
-        self._spare: Tensor | None = None  # memory of a message that is gone: new memory takes long to touch
+        self._spare: Tensor | None = None  # memory of a finished send: first writes to new pages are slow
 
     def close(self) -> None:
         """Return when all that was sent is gone."""
         self.finish_step(emptied=True)
-        self.finish_step(emptied=True)
+        self.finish_step(emptied=True)  # heads are waited for a step later
 
     def start_step(self) -> None:
-        """What was learned is known from here on: on all ranks alike."""
+        """Use what was learned from here on. Not earlier: the two ends learn at different times of a step."""
         self._known |= self._learned
         self._learned, self._handles = {}, {}
 
@@ -144,7 +145,7 @@ class Wire:
         head = message.pack_code(len(text)) + bytes(0 if expected is None else len(expected.leaves))
         if expected is None or edge.host is not None:
             self._send_bytes(head, edge)
-        else:
+        else:  # a posted receive ends only with as many bytes as it has memory for
             layout = self._layout(expected.leaves, edge)
             self._send(layout, self._memory(layout.size), head, edge)
         self._send_bytes(text, edge)
@@ -181,7 +182,8 @@ class Wire:
         self._handles.setdefault(peer, []).append(self._sent[-1][0])
 
     def _send(self, layout: Layout, memory: Tensor, head: bytes, edge: Edge) -> None:
-        first = edge.host is not None and edge.host.group is edge.group  # in one queue, as it is received
+        # One queue keeps the order, and heads are received first. Of two, see [Note: heads before receives].
+        first = edge.host is not None and edge.host.group is edge.group
         if layout.head_inside:
             message.write_bytes(memory, head)
         elif first:
@@ -216,7 +218,7 @@ class Wire:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _let_go(self) -> None:
-        """Free the memory of what is known to be gone, but for one piece."""
+        """Free the memory of what is known to be gone, but keep one piece for the next message."""
         waiting = []
         for handle, memory in self._sent:
             if handle.done():

@@ -67,7 +67,7 @@ class UnitGradient(UnitBucket):
         return True
 
     def new_part(self, *, in_place: bool) -> Tensor:
-        """Where this rank's part of a reduced gradient goes: kept memory for the first of a step."""
+        """Return memory for this rank's part of a reduced gradient: kept memory for the first of a step."""
         if in_place:
             assert self.buffer is not None
             self.part = self.buffer.view(self._group.size, self.part_size)[self._group.rank]

@@ -22,8 +22,8 @@ from echelon.state.ownership import LocalParameter
 
 @final
 class HostPlace:
-    """Where the weights of units are kept: the first that fit into `resident_bytes` on the device, all others
-    in host memory."""
+    """The place of the weights of units: the first that fit into `resident_bytes` on the device, others in
+    host memory."""
 
     def __init__(self, boundary: HostBoundary, resident_bytes: int = 0, *, updates: bool = False) -> None:
         """`updates`: they are updated there too (offload=optimizer)."""
@@ -229,7 +229,7 @@ class HostUnit(FlatUnit):
         return self.host.values[begin : begin + local.tensor.numel()].view(local.tensor.shape)
 
     def host_run(self, local: LocalParameter) -> HostRun:
-        """Where a run lies in host memory."""
+        """Return where a run lies in host memory."""
         return HostRun(self.host, local)
 
     def close(self) -> None:

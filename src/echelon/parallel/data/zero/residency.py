@@ -66,7 +66,7 @@ class Residency:
 
     @property
     def num_gathered(self) -> int:
-        """How many units have memory for their whole weights now."""
+        """The number of units that have memory for their whole weights now."""
         return sum(any(flat.is_gathered for flat in unit) for unit in self._units)
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""How the parameters of a model are divided into units: what is gathered, reduced and freed together.
+"""Divide the parameters of a model into units: what is gathered, reduced and freed together.
 
 A model's own layers are its units. A model that lists none, or that makes them on the fly while its own
 forward runs (transformers), is divided by size: its children, children of lists, and children of what is too

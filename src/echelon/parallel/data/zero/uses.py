@@ -238,7 +238,7 @@ class UnitUses:
 
 
 def common_placement(flats: Iterable[FlatUnit]) -> Placement:
-    """Where some of these units are while nothing uses them."""
+    """Return where some of these units are while nothing uses them."""
     placements = [flat.placement for flat in flats]
     return Placement(any(each.sharded for each in placements), any(each.offloaded for each in placements))
 

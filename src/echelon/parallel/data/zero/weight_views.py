@@ -17,7 +17,7 @@ from echelon.parallel.data.zero.weight_access import FreedParameter
 
 
 class Placement(NamedTuple):
-    """Where weights are while nothing uses them: in parts on all ranks, in host memory, or both."""
+    """The place of weights while nothing uses them: in parts on all ranks, in host memory, or both."""
 
     sharded: bool
     offloaded: bool
@@ -176,7 +176,7 @@ class ChangedRuns:
         self._is_updated, self._flags = False, []
 
     def finish(self) -> list[bool]:
-        """Which runs were changed, if any was compared. Reads the device; nothing is compared any more."""
+        """Stop comparing, and return which runs were changed, if any was compared. Reads the device."""
         self._is_finished = True
         flags, self._flags = self._flags, []
         return [bool(flag) for flag in flags]

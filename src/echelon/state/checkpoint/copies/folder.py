@@ -138,7 +138,7 @@ class MemoryFolder:
                 f"keep='memory': {files} states of {show_bytes(rank_bytes)} are kept twice, which takes "
                 f"{show_bytes(needed)}, and {self.path.parent} has {show_bytes(free)} free; make that RAM "
                 "disk larger (mount -o remount,size=…), remove folders echelon-memory-* there of runs that "
-                f"nobody will resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 "
+                f"you will not resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 "
                 "for checkpoints on disk"
             )
 
