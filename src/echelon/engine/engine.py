@@ -104,12 +104,12 @@ class Engine:
 
     @property
     def ledger(self) -> Ledger:
-        """What this rank moved, by axis, operation and subject."""
+        """The bytes that this rank moved, by axis, operation and subject."""
         return self.mesh.ledger
 
     @property
     def replica(self) -> int:
-        """Which part of the global batch is this rank's."""
+        """The number of this rank's part of the global batch."""
         return self.mesh.position.replica
 
     @property
@@ -118,13 +118,12 @@ class Engine:
 
     @property
     def needs_samples(self) -> bool:
-        """Whether every replica must have a sample in each step: ranks talk in every microbatch."""
+        """True if every replica must have a sample in each step: ranks communicate in every microbatch."""
         return self._runner.feed.fixed_count
 
     @property
     def steps(self) -> int:
-        """How many updates were made; on a CUDA device the last two may still turn out to be refused, or
-        skipped.
+        """The number of updates; on a CUDA device the last two may still turn out to be refused, or skipped.
 
         With a PipeDream schedule: how many steps had a sample that the loss counts.
         """
@@ -132,13 +131,13 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps skipped an update because their loss or gradients were not finite (under fp16, or
+        """The number of steps that skipped an update, since loss or gradients were not finite (under fp16, or
         with nonfinite="skip"); on a CUDA device, as far as is known."""
         return self._counter.skipped
 
     @property
     def audit(self) -> list[AuditResult]:
-        """What the last audit has found, one result per entry; empty before the first step."""
+        """The findings of the last audit, one result per entry; empty before the first step."""
         return list(self._step.audit.results)
 
     @property
@@ -270,7 +269,7 @@ class Engine:
         self._checkpointing.save(path, extra or {}, options, copy_behind=copy_behind)
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
-        """What `save` writes of this rank; all must call this. The next step changes these tensors."""
+        """Return this rank's part of `save`; all must call this. The next step changes these tensors."""
         return self._checkpointing.saved_state(extra)
 
     def finish_saving(self) -> None:
@@ -306,7 +305,7 @@ class Engine:
         return self._whole.optimizer_state()
 
     def log(self) -> list[Push]:
-        """Of asynchronous training: which worker's step made which version, the same on every rank."""
+        """The log of asynchronous training: which worker's step made which version, the same everywhere."""
         self._check_open()
         return self._update.log()
 
@@ -316,10 +315,10 @@ class Engine:
         return self._runner.spans
 
     def expert_load(self) -> Mapping[str, ExpertLoad]:
-        """What the experts of each gate got in the last step, over the global batch, the same on every rank;
+        """The load of each gate's experts in the last step, over the global batch, the same on every rank;
         by the name of the gate. Empty without gates, and where workers or microbatches update by themselves.
 
-        Waits for the device when somebody looks into it, as metrics do.
+        Waits for the device when it is read, as metrics do.
         """
         return {} if self._balance is None else self._balance.load()
 
