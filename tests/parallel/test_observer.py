@@ -69,14 +69,48 @@ def saved_bytes(plan: str) -> tuple[int, int, float]:
 @pytest.mark.parametrize("plan", ["microbatches=2", "pipeline=2 microbatches=4 schedule=gpipe"])
 def test_a_memory_saver_from_outside_sees_every_pass(plan: str, warm_ranks: Warm) -> None:
     ranks = 2 if "pipeline" in plan else 1
-    found = warm_ranks(2).run(saved_bytes, f"{plan} precision=fp64") if ranks == 2 else [saved_bytes(plan)]
+    plan = f"{plan} precision=fp64"
+    found = warm_ranks(2).run(saved_bytes, plan) if ranks == 2 else [saved_bytes(plan)]
     for most, held, _ in found:
         assert most > 0
         assert held == 0, "each tensor that was packed is unpacked in the backward pass"
     if ranks == 1:
-        one, _, _ = saved_bytes("data=1")
+        one, _, _ = saved_bytes("data=1 precision=fp64")
         (most, _, _) = found[0]
         assert most < one, "of two microbatches, one is held at a time"
+
+
+class Passes(StepObserver):
+    """Counts forward passes of training and of evaluation, and what was abandoned."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[Slot, bool]] = []
+        self.num_abandoned = 0
+
+    def around_pass(self, forward: ForwardPass) -> None:
+        self.slots.append((forward.slot, forward.trains))
+
+    def abandon(self) -> None:
+        self.num_abandoned += 1
+
+
+def test_every_pass_is_told_and_a_failure_too() -> None:
+    passes, built = Passes(), model()
+    with echelon.parallelize(
+        built, "microbatches=2 precision=fp64", optimizer=adamw, loss=class_loss, audit="off"
+    ) as engine:
+        engine.step(batch())
+        engine.observe(passes)
+        engine.step(batch())
+        engine.evaluate(batch())
+        slots = [(0, 0), (0, 1)]
+        assert passes.slots == [(slot, True) for slot in slots] + [(slot, False) for slot in slots]
+        known = list(engine._setup.observers._all)
+        for fails in (lambda *_: 1 / 0, lambda *_: "no measure"):
+            with pytest.raises((ZeroDivisionError, UserError)):
+                engine.evaluate(batch(), fails)
+        assert passes.num_abandoned == 2
+        assert engine._setup.observers._all == known, "a measure that fails leaves no observer behind"
 
 
 class Listener(StepObserver):

@@ -52,7 +52,8 @@ class Engine:
         self.module, self.mesh, self._setup = setup.model, mesh, setup
         self._local, self._update, self._wrapping = local, update, setup.wrapping
         self._reader, self._names = setup.reader, setup.names
-        flushes = mesh.plan.flushes
+        inside, flushes = Inside(), mesh.plan.flushes
+        guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         balance = self._balance = make_balance(setup.gates, mesh, local, layers, setup.observers)
         self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
         if isinstance(self._runner, FlushedRunner):
@@ -64,8 +65,6 @@ class Engine:
         self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)
         self._state = EngineState(setup, self._counter)
         self._whole = WholeTensors(self._state, self._show_newest, self.owned)
-        inside = Inside()
-        guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         self._watch = Watch(self.module, mesh, local, layers, update, inside)
         search = None
         if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):

@@ -155,8 +155,6 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
     the rest are the first sample again, with weight 0.
     """
     samples = num_samples(batch)
-    if count == 1 and samples:
-        return [(batch, 1)]
     bounds = (part_bounds(samples, index, count) for index in range(min(count, samples)))
     parts = [(_samples(batch, *each), 1) for each in bounds]
     if always and len(parts) < count:

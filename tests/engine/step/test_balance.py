@@ -14,7 +14,7 @@ from echelon.collectives import RecordingGroup
 from echelon.engine import Engine, parallelize
 from echelon.engine.step.balance import GateList
 from echelon.errors import UserError
-from echelon.nn.experts import SoftmaxGate, gates_of
+from echelon.nn.experts import SoftmaxGate, SwitchGate, gates_of
 from echelon.plan import Plan
 from echelon.verify import assert_equal, verify
 from echelon.verify.contract import make_engine
@@ -416,3 +416,24 @@ def padded(plan: str) -> str:
 def test_padding_is_refused_where_gates_would_route_it(warm_ranks: Warm, plan: str, words: str) -> None:
     for error in warm_ranks(2).run(padded, plan):
         assert re.search(words, error)
+
+
+def test_a_gate_that_no_module_lists_is_refused() -> None:
+    """Its auxiliary loss would be missing in silence."""
+
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.hidden = [SwitchGate(8, EXPERTS)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            return hidden + self.hidden[0](hidden).weights.sum()
+
+    batch = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    with (
+        parallelize(Hides(), "data=1", optimizer=torch.optim.SGD, loss=nn.MSELoss(), audit="off") as engine,
+        pytest.raises(UserError, match="auxiliary loss was switched on after"),
+    ):
+        engine.step(batch)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import echelon
 from echelon.engine import Engine
@@ -13,6 +14,7 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
 from echelon.program import Instruction
 from tests.cases import Perceptron, adamw, mean_loss, vectors
+from tests.contract_models import class_loss
 from tests.parallel.pipeline.models import Hidden
 
 Warm = Callable[[int], Ranks]
@@ -172,3 +174,60 @@ def steps_around_a_failure(plan: str) -> tuple[dict[str, Tensor], dict[str, Tens
 def test_after_a_forward_that_raised_the_next_step_works(warm_ranks: Warm, ranks: int) -> None:
     for with_failure, without in warm_ranks(ranks).run(steps_around_a_failure, f"data={ranks}"):
         assert all(torch.equal(value, without[name]) for name, value in with_failure.items())
+
+
+class KeepsDropout(nn.Module):
+    """Draws masks in an evaluation too, as its own `train` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 5), nn.Dropout(0.5)
+        self.seen: list[bool] = []
+
+    def train(self, mode: bool = True) -> "KeepsDropout":
+        super().train(mode)
+        self.dropout.train()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.dropout.training)
+        return self.linear(self.dropout(x))
+
+
+def test_an_evaluation_leaves_the_mode_to_a_model_that_sets_its_own() -> None:
+    model = KeepsDropout()
+    with echelon.parallelize(model, "data=1", optimizer=adamw, loss=class_loss, audit="off") as engine:
+        engine.evaluate((torch.randn(4, 6), torch.randint(5, (4,))))
+    assert model.seen == [True]
+
+
+def test_a_count_may_have_a_gradient() -> None:
+    """Learned weights of samples are a part of the count."""
+
+    def weighted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        weights = output.softmax(-1).amax(-1)
+        return (weights * F.cross_entropy(output, targets, reduction="none")).sum(), weights.sum()
+
+    torch.manual_seed(0)
+    with echelon.parallelize(
+        nn.Linear(6, 5), "data=1", optimizer=adamw, loss=weighted, audit="off"
+    ) as engine:
+        losses = [engine.step((torch.ones(4, 6), torch.tensor([0, 1, 2, 3]))).loss for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+def test_a_batch_of_one_microbatch_stays_the_users_own() -> None:
+    """A model may ask for gradients of its inputs, or turn them: the batch is no other afterwards."""
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.requires_grad_().mul(1.0))
+
+    inputs = torch.randn(4, 6)
+    with echelon.parallelize(Turns(), "data=1", optimizer=adamw, loss=class_loss, audit="off") as engine:
+        engine.step((inputs, torch.randint(5, (4,))))
+    assert (inputs.requires_grad, inputs.grad) == (False, None)

@@ -168,7 +168,9 @@ def sample_traits(batch: Any) -> Tensor | None:
     counts += [_count_traits(leaf, None, is_target=False) for leaf in _tensors(inputs) if not _is_real(leaf)]
     if not counts:
         return None
-    return torch.stack([each.to(counts[0].device, non_blocking=True) for each in counts]).sum(0)
+    device = counts[0].device
+    # To the host a copy must be waited for: it is read at once.
+    return torch.stack([each.to(device, non_blocking=device.type != "cpu") for each in counts]).sum(0)
 
 
 def shown_traits(traits: Tensor) -> Tensor:

@@ -338,10 +338,8 @@ def make_balance(
     gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding, observers: Observers
 ) -> Balance | None:
     """None where there is no gate, or no step of which all ranks could add up anything."""
-    if not gates.places:
-        return None
-    if mesh.plan.sync == "async" or not mesh.plan.flushes:
-        observers.add(DiscardStatistics())
+    if not gates.places or mesh.plan.sync == "async" or not mesh.plan.flushes:
+        observers.add(DiscardStatistics())  # a gate that the list has not found may still turn up
         return None
     balance = Balance(gates, mesh, local, layers)
     observers.add(balance)

@@ -152,8 +152,8 @@ class StepRunner(ABC):
         modes = [module.training for module in modules]
         self.observers.add(measuring)
         try:
-            self._model.train(False)  # which a model may override
-            for module in modules:
+            self._model.train(False)  # which a model may override, to keep a part of it in training mode
+            for module in set(modules) - set(self._model.modules()):
                 module.training = False
             tally = self._run(self.forward_script(len(feed)), feed)
         finally:

@@ -39,7 +39,7 @@ from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.state.ownership import LocalParameter
 from echelon.update.nonfinite import NonfiniteError
-from echelon.update.numbers import StepNumbers
+from echelon.update.numbers import Number, StepNumbers
 
 
 @final
@@ -144,8 +144,10 @@ class FlushedRunner(StepRunner):
         return self._train_step(batch, step)
 
     def _train_step(self, batch: Batch, step: int) -> StepNumbers:
+        count_before = self._start()
+        self._buffers.take()
         try:
-            feed = self._start(batch, step)
+            feed = self._step_feed(batch, step, count_before)
             script = self._script(("step", len(feed)), lambda: self._pass_program(len(feed)))
             self._run(script, feed)
             self._has_trained = True
@@ -154,13 +156,15 @@ class FlushedRunner(StepRunner):
             raise
         return self._update.numbers
 
-    def _start(self, batch: Batch, step: int) -> dict[int, Microbatch]:
-        """Clear what the last step has left, and return the microbatches of this one."""
+    def _start(self) -> Number | None:
+        """Clear what the last step has left; returns what its update was the mean of."""
         count_before = self._update.start_step()
         for stage in self._local.stages.values():
             stage.start_step()
-        self._buffers.take()
         self.observers.tell("before_step")
+        return count_before
+
+    def _step_feed(self, batch: Batch, step: int, count_before: Number | None) -> dict[int, Microbatch]:
         feed = self._training_feed(batch, step, count_before)
         self._record_statistics(feed)
         return feed
@@ -170,8 +174,6 @@ class FlushedRunner(StepRunner):
         program = self._local.program
         is_whole = number == program.microbatches
         return program if is_whole else step_program(self._mesh.plan, ties=False, microbatches=number)
-
-    # The end of the program.
 
     def norm(self, tally: Tensor) -> None:
         if self._update.units is not None:
@@ -229,14 +231,12 @@ class FlushedRunner(StepRunner):
     def replay(self, batch: Batch, step: int) -> None:
         """Run the passes of a step again, without its update, on all ranks together. The next step clears
         the gradients that this leaves."""
-        feed = self._start(batch, step)
+        feed = self._step_feed(batch, step, self._start())
         self._run(self._passes_script(len(feed)), feed)
 
     def _no_side_effects(self) -> AbstractContextManager[None]:
         modules = [each for module in self._local.modules for each in module.modules()]
         return without_side_effects(self._local.modules, modules, self._mesh.device)
-
-    # Between steps.
 
     @property
     def updates_last(self) -> bool:

@@ -82,6 +82,8 @@ class LossScaling:
         """A step is over: its gradients were not finite, or were, or it was `refused` for another reason."""
         if not isinstance(self._rule, DynamicScale):
             return
+        if not isinstance(self.state.scale, Tensor):  # flags of PipeDream's sums are tensors on a CPU too
+            overflows, refused = bool(overflows), bool(refused)
         self.state = _next_state(self.state, self._rule, overflows, refused)
 
 

@@ -180,13 +180,15 @@ class Interpreter:
         total, count, normaliser = loss
         count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
         # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
+        # Weights of samples may be learned: what is counted has a gradient then.
+        known, weight = (n.detach() if isinstance(n, Tensor) else n for n in (count, normaliser))
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
                 counted_total, counted_samples, counted_weight = counted.unbind()
                 counted_total.add_(total.detach())  # the tally outlives the graph
-                counted_samples.add_(count)
-                counted_weight.add_(count * normaliser)
+                counted_samples.add_(known)
+                counted_weight.add_(known * weight)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
         mean = total / normaliser
