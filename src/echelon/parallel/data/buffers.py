@@ -47,7 +47,7 @@ class Buffers:
         """Send replica 0's buffers to all, where any replica may have changed them."""
         if self._group.size == 1:
             return
-        # Named anew each time: a model may assign another tensor instead of changing the buffer in place.
+        # Named again each time: a model may assign another tensor instead of changing the buffer in place.
         buffers = dict(self._module.named_buffers())
         if not buffers:
             return
