@@ -1,6 +1,5 @@
 """Groups for tests of single strategies, in one process."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import final
@@ -114,13 +113,18 @@ class Queues:
     """What is on the way between the threads of one process, by (source, target)."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], SimpleQueue[Tensor | None]] = defaultdict(SimpleQueue)
+        self._queues: dict[tuple[int, int], SimpleQueue[Tensor | None]] = {}
+
+    def _between(self, source: int, target: int) -> SimpleQueue[Tensor | None]:
+        # Not a defaultdict: two threads that ask at once may each make a queue, and one of them waits at a
+        # queue that the dict has lost. `setdefault` gives both the same one.
+        return self._queues.setdefault((source, target), SimpleQueue())
 
     def put(self, source: int, target: int, tensor: Tensor | None) -> None:
-        self._queues[source, target].put(tensor)
+        self._between(source, target).put(tensor)
 
     def take(self, source: int, target: int) -> Tensor:
-        tensor = self._queues[source, target].get(timeout=30.0)
+        tensor = self._between(source, target).get(timeout=30.0)
         if tensor is None:
             raise PeerLost(f"rank {source} is lost")
         return tensor
