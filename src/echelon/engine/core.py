@@ -16,8 +16,9 @@ from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner
+from echelon.engine.step.own_loop import OwnLoop
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.step import FlushedRunner, Step
+from echelon.engine.step.step import FlushedRunner
 from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.errors import UserError
@@ -51,7 +52,7 @@ class EngineCore:
         search = None
         if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             search = NonfiniteSearch(self._runner, self._runner.replay, self._state)
-        self._step = Step(
+        self._step = OwnLoop(
             setup,
             self._runner,
             self._counter,
@@ -137,7 +138,7 @@ class EngineCore:
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
         with self._watch.own_work():
-            self._finish_steps()
+            self._finish_steps("engine.synchronize(), save or load")
             self._update.synchronize()
 
     def _show_newest(self) -> None:
@@ -145,8 +146,10 @@ class EngineCore:
             self._finish_steps()
             self._update.show_newest()
 
-    def _finish_steps(self) -> None:
+    def _finish_steps(self, call: str | None = None) -> None:
         self._check_open()
+        if call is not None:
+            self._step.check_closed(call)
         self._step.check_earlier()
         self._runner.drain()
 

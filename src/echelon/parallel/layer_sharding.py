@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -54,6 +55,13 @@ class LocalPart(NamedTuple):
     true_length: int | None
 
 
+@dataclass
+class LogitsChoice:
+    """Whether a pass needs all logits, though the engine's own loss takes parts of the vocabulary."""
+
+    are_joined: bool = False
+
+
 class LayerSharding:
     """The layers of a model, as this rank has them."""
 
@@ -80,6 +88,9 @@ class LayerSharding:
             check_split(model, before, self.sharded, mesh.plan)
         self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
         self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
+        # Whether the last layer returns this rank's part of the vocabulary, for a loss of parts.
+        self.has_split_logits = self.loss is not self.whole_loss
+        self.logits = LogitsChoice()
         self._place_dropout(model, before)
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
         self._hidden_padding = self._pad_hidden(not_causal)
@@ -118,10 +129,24 @@ class LayerSharding:
         group = self._mesh.group("tensor")
         return lambda output, targets: over_parts(output, targets, group, vocabulary)
 
-    @property
-    def has_split_logits(self) -> bool:
-        """Return whether the last layer returns this rank's part of the vocabulary."""
-        return self.loss is not self.whole_loss
+    @contextmanager
+    def using(self, loss: Loss | None, *, whole_logits: bool = False) -> Iterator[None]:
+        """Inside, passes compute this loss, if there is one, in place of the engine's own. `whole_logits`:
+        other functions look at the output too."""
+        if loss is None and not (whole_logits and self.has_split_logits):
+            yield
+            return
+        own = self.user_loss, self.whole_loss, self.loss, self._ignores
+        if loss is not None:
+            self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[self._mesh.plan.precision])
+        self.loss = self.whole_loss if whole_logits else self._loss(self.user_loss)
+        self._ignores = split_loss(self.user_loss) is not None
+        self.logits.are_joined = self.has_split_logits and self.loss is self.whole_loss
+        try:
+            yield
+        finally:
+            self.user_loss, self.whole_loss, self.loss, self._ignores = own
+            self.logits.are_joined = False
 
     @property
     def counts_loss(self) -> bool:

@@ -9,6 +9,7 @@ The signature of the model's forward decides how a tuple or a dict becomes argum
 possible, the batch is refused, and `Inputs` says which is meant.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -47,6 +48,14 @@ class BatchReader:
                 "is computed by its forward; give parallelize a loss, or use data, with tensor or not, and "
                 "zero=0"
             )
+
+    def for_loss(self, loss: Loss | None) -> "BatchReader":
+        """The reader of batches for another loss than the engine's own, if one is given."""
+        if loss is None or not (self._is_own_loss or self._shifts):
+            return self
+        reader = copy.copy(self)
+        reader._is_own_loss = reader._shifts = False
+        return reader
 
     def read(self, batch: Any) -> Batch:
         """(inputs, targets), which can be cut into samples: inputs are one value, or `Inputs`."""

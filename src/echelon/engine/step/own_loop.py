@@ -1,0 +1,111 @@
+"""The parts of a step, for loops of users' own: passes of one batch after the other, and then the update.
+
+    forward_backward(batch)    as a step's passes; gradients add up over calls
+    update()                   sums over ranks, norm, clip, optimizer, new weights: the rest of a step
+
+Several batches add up as on one device: each loss is the mean over its own global batch, and their gradients
+are added. So each batch has a tally of its own, and the update puts them together (update/numbers.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor
+
+from echelon.engine.step.metrics import Metrics, StepTimer
+from echelon.engine.step.step import FlushedRunner, Step
+from echelon.errors import UserError
+from echelon.nn.batch import Batch
+from echelon.nn.losses import Loss
+
+
+@final
+class OwnLoop(Step):
+    """Steps, whole or in parts."""
+
+    _timer: StepTimer | None = None  # of the update whose gradients add up now
+
+    @property
+    def is_open(self) -> bool:
+        """True if gradients wait for an update."""
+        return self._timer is not None
+
+    def train(self, batch: Any) -> Metrics:
+        self.check_closed("engine.step(batch)")
+        return super().train(batch)
+
+    def forward_backward(
+        self, batch: Any, loss: Loss | None, *, last: bool, whole_logits: bool = False
+    ) -> Tensor:
+        """Add the gradients of this replica's part of a batch; returns the tally of its losses here."""
+        runner, reader = self._split_runner(), self._setup.reader.for_loss(loss)
+        if not self.is_open:
+            self._check_earlier_steps()
+        pair = self._read(batch, reader)
+        with (
+            self.discarded_if_failed(),
+            self._setup.layers.using(loss, whole_logits=whole_logits),
+            self._watch.step(is_empty=True) as refusal,
+        ):
+            if not self.is_open:
+                self._ask_audit(batch, pair, refusal, reader)
+                self._open(pair)
+            elif self._setup.gates.places:
+                raise UserError(
+                    f"plan '{self._setup.mesh.plan}': the gates of experts are balanced over the batch of an "
+                    "update, and forward_backward was called twice before update(); give all samples at "
+                    "once, in more microbatches"
+                )
+            return runner.passes(pair, last=last, own_loss=loss is None)
+
+    def _open(self, pair: Batch | None) -> None:
+        runner = self._split_runner()
+        self._timer = self._begin(pair)
+        runner.begin(self.counter.begun)
+
+    def update(self) -> Metrics:
+        """Make the update of all gradients since the last one."""
+        runner = self._split_runner()
+        timer = self._timer
+        if timer is None:
+            raise UserError(
+                "engine.update(): no gradients wait for it; call engine.forward_backward(batch), or "
+                "engine.backward(loss) of what engine(x) returned, before it. See docs/loops.md"
+            )
+        with self.discarded_if_failed(), self._watch.step(is_empty=True):
+            numbers = runner.finish()
+            self._timer = None
+            return self._finish(numbers, timer)
+
+    def discard(self) -> None:
+        """Let go of gradients that wait for an update. The next one begins without them."""
+        self._timer = None
+
+    @contextmanager
+    def discarded_if_failed(self) -> Iterator[None]:
+        """What a pass that raises has added cannot be taken back: all of its update goes."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def check_closed(self, call: str) -> None:
+        """Refuse a call that would lose gradients."""
+        if self.is_open:
+            raise UserError(
+                f"{call}: gradients of engine.forward_backward or engine.backward wait for their update; "
+                "call engine.update() first, or engine.zero_grad() to drop them. See docs/loops.md"
+            )
+
+    def _split_runner(self) -> FlushedRunner:
+        plan = self._setup.mesh.plan
+        if not isinstance(self._runner, FlushedRunner) or plan.update != "step":
+            inside = f"schedule={plan.schedule}" if plan.update == "step" else f"update={plan.update}"
+            raise UserError(
+                f"plan '{plan}': with {inside} weights are updated while passes run, so that there is no "
+                "update apart from them; call engine.step(batch), or use a schedule that flushes (1f1b) and "
+                "update=step. See docs/loops.md"
+            )
+        return self._runner
