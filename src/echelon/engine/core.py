@@ -17,6 +17,7 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner
 from echelon.engine.step.own_loop import OwnLoop
+from echelon.engine.step.own_passes import OwnPasses
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.step import FlushedRunner
 from echelon.engine.step.step_counter import StepCounter
@@ -61,6 +62,7 @@ class EngineCore:
             make_drift_check(local, layers, mesh, audit.check_every),
             search,
         )
+        self._own_passes = OwnPasses(setup, self._step, self._watch)
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
         self._is_closed = False
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from echelon.engine.core import EngineCore
 from echelon.engine.step.batch_reader import to_plain
@@ -10,7 +11,7 @@ from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_meas
 from echelon.engine.step.outputs import Collect, Observed, PassResult, no_loss, whole_output
 from echelon.launching import beat
 from echelon.nn.batch import take_part
-from echelon.nn.losses import Loss
+from echelon.nn.losses import Loss, Sum
 
 
 class LoopCalls(EngineCore):
@@ -56,10 +57,8 @@ class LoopCalls(EngineCore):
         """
         self._check_open()
         check_measure(measure, self.plan)
-        observed, is_seen = self._observed(measure, collect), measure is not None or collect is not None
-        with observed.by(self._setup.observers):
-            tally = self._step.forward_backward(batch, loss, last=last, whole_logits=is_seen)
-        return observed.result(tally)
+        observed = self._observed(measure, collect)
+        return observed.result(self._step.forward_backward(batch, loss, observed, last=last))
 
     def update(self) -> Metrics:
         """Sum the gradients over ranks, clip, update the weights and bring them to all ranks."""
@@ -69,6 +68,28 @@ class LoopCalls(EngineCore):
     def zero_grad(self) -> None:
         """Drop the gradients that wait for an update; all ranks must call this."""
         self._step.discard()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model on this replica's samples, under plans without stages; `backward` follows."""
+        self._check_open()
+        return self._own_passes.forward(args, kwargs)
+
+    def backward(
+        self,
+        loss: Tensor | Sum,
+        *others: "LoopCalls",
+        count: float | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradients of a loss of what this engine, and others, have returned.
+
+        `loss` is a mean over this replica's samples, of which there are `count`: if not given, as many as the
+        last call of this engine had. The gradient is that of the mean over all replicas. echelon.Sum(total)
+        is summed over them. Only this engine and `others` get gradients.
+        """
+        self._check_open()
+        own = [each._own_passes for each in others]
+        self._own_passes.backward(loss, count, own, retain_graph=retain_graph)
 
     @torch.no_grad()
     def forward(self, batch: Any, collect: Collect | None = None) -> Any:

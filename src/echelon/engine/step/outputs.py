@@ -56,6 +56,11 @@ class Observed:
         self._measuring = None if measure is None else Measuring(measure)
         self._collecting = None if collect is None else Collecting(collect)
 
+    @property
+    def sees_output(self) -> bool:
+        """Return whether functions of the user's are called with outputs."""
+        return self._measuring is not None or self._collecting is not None
+
     @contextmanager
     def by(self, observers: Observers) -> Iterator["Observed"]:
         own = [each for each in (self._measuring, self._collecting) if each is not None]

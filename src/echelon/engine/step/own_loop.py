@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import Tensor
 
 from echelon.engine.step.metrics import Metrics, StepTimer
+from echelon.engine.step.outputs import Observed
 from echelon.engine.step.step import FlushedRunner, Step
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
@@ -36,16 +37,16 @@ class OwnLoop(Step):
         return super().train(batch)
 
     def forward_backward(
-        self, batch: Any, loss: Loss | None, *, last: bool, whole_logits: bool = False
+        self, batch: Any, loss: Loss | None, observed: Observed, *, last: bool
     ) -> Tensor:
         """Add the gradients of this replica's part of a batch; returns the tally of its losses here."""
-        runner, reader = self._split_runner(), self._setup.reader.for_loss(loss)
+        runner, reader = self.check_split(), self._setup.reader.for_loss(loss)
         if not self.is_open:
             self._check_earlier_steps()
         pair = self._read(batch, reader)
         with (
             self.discarded_if_failed(),
-            self._setup.layers.using(loss, whole_logits=whole_logits),
+            self._setup.layers.using(loss, whole_logits=observed.sees_output),
             self._watch.step(is_empty=True) as refusal,
         ):
             if not self.is_open:
@@ -57,18 +58,29 @@ class OwnLoop(Step):
                     "update, and forward_backward was called twice before update(); give all samples at "
                     "once, in more microbatches"
                 )
-            return runner.passes(pair, last=last, own_loss=loss is None)
+            with observed.by(self._setup.observers):  # and not around the audit, which runs passes too
+                return runner.passes(pair, last=last, own_loss=loss is None)
 
     def _open(self, pair: Batch | None) -> None:
-        runner = self._split_runner()
+        runner = self.check_split()
         self._timer = self._begin(pair)
         runner.begin(self.counter.begun)
 
+    def next_call(self) -> tuple[int, int]:
+        """Begin an update, if none is open; returns its number, and how many passes it had so far."""
+        if not self.is_open:
+            self._check_earlier_steps()
+            self._open(None)
+        return self.counter.begun, self.check_split().next_call()
+
+    def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
+        """A backward pass follows, from a loss that was divided by `normaliser`."""
+        self.check_split().add_tally(total, count, normaliser)
+
     def update(self) -> Metrics:
         """Make the update of all gradients since the last one."""
-        runner = self._split_runner()
-        timer = self._timer
-        if timer is None:
+        runner, timer = self.check_split(), self._timer
+        if timer is None or not runner.has_tallies:
             raise UserError(
                 "engine.update(): no gradients wait for it; call engine.forward_backward(batch), or "
                 "engine.backward(loss) of what engine(x) returned, before it. See docs/loops.md"
@@ -93,13 +105,14 @@ class OwnLoop(Step):
 
     def check_closed(self, call: str) -> None:
         """Refuse a call that would lose gradients."""
-        if self.is_open:
+        if self.is_open and self.check_split().has_tallies:
             raise UserError(
                 f"{call}: gradients of engine.forward_backward or engine.backward wait for their update; "
                 "call engine.update() first, or engine.zero_grad() to drop them. See docs/loops.md"
             )
 
-    def _split_runner(self) -> FlushedRunner:
+    def check_split(self) -> FlushedRunner:
+        """Return the runner, if its steps have parts."""
         plan = self._setup.mesh.plan
         if not isinstance(self._runner, FlushedRunner) or plan.update != "step":
             inside = f"schedule={plan.schedule}" if plan.update == "step" else f"update={plan.update}"

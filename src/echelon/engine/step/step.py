@@ -158,7 +158,7 @@ class FlushedRunner(SidePasses):
         self._start()
         self._buffers.take()
         self._tallies: list[Tensor] = []  # of the losses of each batch
-        self._is_summed = False
+        self._is_summed, self._num_calls = False, 0
         self._update.remembered_call = None
 
     def pass_through(self, batch: Batch, *, last: bool, own_loss: bool = True) -> Tensor:
@@ -166,12 +166,28 @@ class FlushedRunner(SidePasses):
         losses on this rank. `last`: no other follows, so that sums over ranks go on behind the passes.
         `own_loss`: the loss is the engine's own, of which earlier steps tell what it counts."""
         with self._undone_if_refused():
-            call = len(self._tallies)
+            call = self.next_call()
             self._update.remembered_call = call if own_loss else self._update.remembered_call
             feed = self._step_feed(batch, self._number, call=call, own_loss=own_loss)
             self._tallies.append(self._run(self._part_script(len(feed), sums=last), feed))
             self._is_summed = last
         return self._tallies[-1]
+
+    def next_call(self) -> int:
+        """Count the passes of this update; returns how many there were before."""
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    @property
+    def has_tallies(self) -> bool:
+        """True if a backward pass has added to the gradients of this update."""
+        return bool(self._tallies)
+
+    def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
+        """Count a loss whose backward pass is called from outside."""
+        tally = torch.cat([total, count, count * normaliser])
+        self._tallies.append(tally if self.losses.are_counted else torch.zeros_like(tally))
+        self._is_summed = False
 
     def passes(self, batch: Batch, *, last: bool, own_loss: bool) -> Tensor:
         """As `pass_through`; returns when the batch may be changed."""
