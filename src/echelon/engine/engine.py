@@ -30,7 +30,8 @@ from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_meas
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.step import FlushedRunner, Step
 from echelon.engine.step.step_counter import StepCounter
-from echelon.engine.watch import Inside, Watch, guard_outside
+from echelon.engine.watch.outside import Inside, guard_outside
+from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
@@ -38,9 +39,12 @@ from echelon.nn.batch import take_part
 from echelon.parallel.observer import StepObserver
 from echelon.plan import Plan
 from echelon.program import Span
-from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.saved import SavedState
+from echelon.state.checkpoint.storage_errors import RETRIES
 from echelon.state.ownership import OwnedSlice
-from echelon.state.weight_files import SHARD_BYTES
+from echelon.state.weight_files.folder_writer import SHARD_BYTES
 from echelon.update.update import Push
 
 
