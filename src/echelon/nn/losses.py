@@ -12,7 +12,8 @@ l[y] are those of all ranks that hold the other parts.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,20 @@ from torch.autograd.function import once_differentiable
 # The target that a loss leaves out: of padding, and of tokens that are not to be learned. torch and the
 # models of transformers ignore the same number.
 IGNORED_TARGET = -100
+
+
+@final
+@dataclass(frozen=True)
+class Sum:
+    """What a loss returns that is a sum over samples: `return echelon.Sum(total)`.
+
+    A step then follows the gradient of the sum over the global batch, and `loss` is that sum. Whatever is
+    returned otherwise, a mean or (total, count), makes it a mean.
+    """
+
+    total: Tensor
+
+
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 

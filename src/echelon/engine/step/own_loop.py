@@ -36,9 +36,7 @@ class OwnLoop(Step):
         self.check_closed("engine.step(batch)")
         return super().train(batch)
 
-    def forward_backward(
-        self, batch: Any, loss: Loss | None, observed: Observed, *, last: bool
-    ) -> Tensor:
+    def forward_backward(self, batch: Any, loss: Loss | None, observed: Observed, *, last: bool) -> Tensor:
         """Add the gradients of this replica's part of a batch; returns the tally of its losses here."""
         runner, reader = self.check_split(), self._setup.reader.for_loss(loss)
         if not self.is_open:

@@ -25,7 +25,7 @@ from echelon.engine.step.feed import to_device
 from echelon.engine.step.own_loop import OwnLoop
 from echelon.engine.step.samples import counting
 from echelon.engine.step.side_effects import without_autocast_cache
-from echelon.engine.watch import Watch
+from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, Inputs, cast, tensors_of
 from echelon.nn.losses import Sum
@@ -96,19 +96,19 @@ class OwnPasses:
     def _count(self, loss: Tensor | Sum, count: float | None) -> Tensor:
         """Enter a loss into the tally of the update; returns what its backward pass starts from."""
         mesh, scale = self._setup.mesh, self._setup.update.loss_scale
-        number = float(self._samples if count is None else count)
+        number = 1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if count is None else count
         counts = torch.full((1,), number, dtype=torch.float64, device=mesh.device)
         if isinstance(loss, Sum):
-            total, weight, over_all = loss.total, 1.0, torch.ones_like(counts)
-            counts = torch.full_like(counts, 1 / mesh.plan.data)
-            self._loop.add_tally(total.detach().double().view(1), counts, over_all / scale)
-            return total * scale
+            self._loop.add_tally(
+                loss.total.detach().double().view(1), counts, torch.ones_like(counts) / scale
+            )
+            return torch.mul(loss.total, scale)
         over_all = counts
         if mesh.plan.data > 1:
             over_all = gather_rows(counts, mesh.group("data"), "loss counts").sum(0)
         self._loop.add_tally(loss.detach().double().view(1) * counts, counts, over_all / scale)
         weight = (counts * scale / over_all)[0]
-        return loss * weight.to(torch.promote_types(loss.dtype, torch.float32))
+        return torch.mul(loss, weight.to(torch.promote_types(loss.dtype, torch.float32)))
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
@@ -155,8 +155,8 @@ class OwnPasses:
         if found:
             raise UserError(
                 f"engine(x) with plan '{plan}': with {' and '.join(found)} the engine takes batches through "
-                "the model by itself, in parts or on several ranks; call engine.forward_backward(batch, loss) "
-                "and engine.update(), or change the plan. See docs/loops.md"
+                "the model by itself, in parts or on several ranks; call engine.forward_backward(batch, "
+                "loss) and engine.update(), or change the plan. See docs/loops.md"
             )
         self._loop.check_split()
         self._is_checked = True

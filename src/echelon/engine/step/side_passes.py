@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from echelon.engine.step.agreement import measure_gradient
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.runtime import Microbatch
+from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.side_effects import without_side_effects
 from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter

@@ -29,7 +29,7 @@ from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.side_effects import renormalises_any
 from echelon.engine.step.side_passes import SidePasses
 from echelon.engine.step.step_counter import StepCounter
-from echelon.engine.watch import Watch
+from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import finish_step, start_step
 from echelon.nn.batch import Batch, num_samples
