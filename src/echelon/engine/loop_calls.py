@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from echelon.engine.core import EngineCore
+from echelon.engine.loops.outputs import Collect, Observed, PassResult, no_loss, whole_output
 from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_measure
-from echelon.engine.step.outputs import Collect, Observed, PassResult, no_loss, whole_output
 from echelon.launching import beat
 from echelon.nn.batch import take_part
 from echelon.nn.losses import Loss, Sum
@@ -35,6 +35,7 @@ class LoopCalls(EngineCore):
         nonfinite="skip": `skipped` of its metrics is true. Many in a row are an error. See docs/a-step.md.
         """
         self._check_open()
+        self._step.check_closed("engine.step(batch)")
         return self._step.train(batch)
 
     # A loop of your own: docs/loops.md.

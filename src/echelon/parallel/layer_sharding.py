@@ -3,8 +3,6 @@ sequence over `context`, and experts over `expert`. Which of them there are is k
 losses and dropout only see it.
 """
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.expert.split import spread_experts
-from echelon.parallel.own_loss import OwnLoss
+from echelon.parallel.own_loss import in_float32
 from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
 from echelon.parallel.sequence_checks import (
@@ -323,37 +321,6 @@ def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
             f"{how_to_list(model)}"
         )
     return layers
-
-
-# The loss in float32: what a model below float32 returns is converted before its loss.
-
-
-def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
-    """A loss of what a model of `dtype` returns. Those that convert logits themselves, in parts, and a loss
-    that the model has computed already, are what they are."""
-    if dtype.itemsize >= torch.float32.itemsize or split_loss(loss) is not None or isinstance(loss, OwnLoss):
-        return loss
-
-    def float32_loss(output: Any, targets: Any) -> Any:
-        return loss(tree_map(_in_float32, output), targets)
-
-    return float32_loss
-
-
-def _in_float32(leaf: Any) -> Any:
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that torch does not know
-        return _fields_in_float32(leaf)
-    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
-    return leaf.float() if is_low else leaf
-
-
-def _fields_in_float32(output: Any) -> Any:
-    """A copy, made without its __init__, which may compute. A frozen one may be set nowhere else."""
-    converted = copy.copy(output)
-    for field in dataclasses.fields(output):
-        if hasattr(output, field.name):
-            object.__setattr__(converted, field.name, tree_map(_in_float32, getattr(output, field.name)))
-    return converted
 
 
 # The positions that a gate of experts sees, where ranks share sequences (`context`, `sequence`).

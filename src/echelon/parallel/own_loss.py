@@ -1,9 +1,13 @@
-"""loss=None: the loss that a model computes itself, and returns with its output."""
+"""loss=None: the loss that a model computes itself, and returns with its output; and losses in float32."""
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.huggingface.own_loss import (
@@ -20,6 +24,7 @@ from echelon.nn.huggingface.own_loss import (
     unsplit_causal_cross_entropy,
 )
 from echelon.nn.losses import IGNORED_TARGET, Loss
+from echelon.parallel.tensor.loss import split_loss
 from echelon.plan import Plan
 
 
@@ -85,3 +90,34 @@ def find_loss(output: Any) -> Any:
         "output['loss'], or the first of a tuple; give the batch the labels that the model computes it of, "
         "or give parallelize a loss"
     )
+
+
+# The loss in float32: what a model below float32 returns is converted before its loss.
+
+
+def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
+    """A loss of what a model of `dtype` returns. Those that convert logits themselves, in parts, and a loss
+    that the model has computed already, are what they are."""
+    if dtype.itemsize >= torch.float32.itemsize or split_loss(loss) is not None or isinstance(loss, OwnLoss):
+        return loss
+
+    def float32_loss(output: Any, targets: Any) -> Any:
+        return loss(tree_map(_in_float32, output), targets)
+
+    return float32_loss
+
+
+def _in_float32(leaf: Any) -> Any:
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that torch does not know
+        return _fields_in_float32(leaf)
+    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
+    return leaf.float() if is_low else leaf
+
+
+def _fields_in_float32(output: Any) -> Any:
+    """A copy, made without its __init__, which may compute. A frozen one may be set nowhere else."""
+    converted = copy.copy(output)
+    for field in dataclasses.fields(output):
+        if hasattr(output, field.name):
+            object.__setattr__(converted, field.name, tree_map(_in_float32, getattr(output, field.name)))
+    return converted

@@ -94,7 +94,11 @@ class StepRunner(ABC):
         try:
             return self._train(batch, step)
         finally:
-            self._upload.wait()
+            self.wait_for_batch()
+
+    def wait_for_batch(self) -> None:
+        """Return when the batch may be changed."""
+        self._upload.wait()
 
     @abstractmethod
     def _train(self, batch: Batch, step: int) -> StepNumbers: ...

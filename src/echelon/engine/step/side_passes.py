@@ -30,12 +30,8 @@ class SidePasses(StepRunner):
     @abstractmethod
     def _train_step(self, batch: Batch, step: int) -> StepNumbers: ...
 
-    def _step_feed(
-        self, batch: Batch, step: int, call: int = 0, *, own_loss: bool = True
-    ) -> dict[int, Microbatch]:
-        feed = self._training_feed(batch, step, self._count_before, call=call, own_loss=own_loss)
-        self._record_statistics(feed)
-        return feed
+    @abstractmethod
+    def _step_feed(self, batch: Batch, step: int) -> dict[int, Microbatch]: ...
 
     def _rehearse(self, batch: Batch, step: int) -> StepNumbers:
         """Run a step without updates, where these come before its end: it may be refused, and shows what
@@ -60,8 +56,7 @@ class SidePasses(StepRunner):
     def _record_statistics(self, feed: Mapping[int, Microbatch]) -> None:
         """Take all microbatches forward once, without a trace, where the gradient of an auxiliary loss is
         asked for before the last of them has passed the gates."""
-        if self._balance is None or not self._balance.needs_pass:
-            return
+        assert self._balance is not None
         # Their messages have another form: nothing wants a gradient. A model may change its inputs.
         copies = {
             number: each._replace(

@@ -26,6 +26,7 @@ from echelon.engine.step.batch_reader import BatchReader, to_plain
 from echelon.engine.step.first_step import FirstStepChecks
 from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.runner import StepRunner
+from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.side_effects import renormalises_any
 from echelon.engine.step.side_passes import SidePasses
 from echelon.engine.step.step_counter import StepCounter
@@ -189,13 +190,6 @@ class FlushedRunner(SidePasses):
         self._tallies.append(tally if self.losses.are_counted else torch.zeros_like(tally))
         self._is_summed = False
 
-    def passes(self, batch: Batch, *, last: bool, own_loss: bool) -> Tensor:
-        """As `pass_through`; returns when the batch may be changed."""
-        try:
-            return self.pass_through(batch, last=last, own_loss=own_loss)
-        finally:
-            self._upload.wait()
-
     def finish(self) -> StepNumbers:
         """Sum gradients over ranks, if they are not, and make the update."""
         with self._undone_if_refused():
@@ -223,6 +217,14 @@ class FlushedRunner(SidePasses):
         program = self._local.program
         is_whole = number == program.microbatches
         return program if is_whole else step_program(self._mesh.plan, ties=False, microbatches=number)
+
+    def _step_feed(
+        self, batch: Batch, step: int, call: int = 0, *, own_loss: bool = True
+    ) -> dict[int, Microbatch]:
+        feed = self._training_feed(batch, step, self._count_before, call=call, own_loss=own_loss)
+        if self._balance is not None and self._balance.needs_pass:
+            self._record_statistics(feed)
+        return feed
 
     def norm(self, tally: Tensor) -> None:  # noqa: ARG002 (the losses are those of the passes before)
         if self._update.units is not None:

@@ -13,8 +13,8 @@ from typing import Any, final
 
 from torch import Tensor
 
+from echelon.engine.loops.outputs import Observed
 from echelon.engine.step.metrics import Metrics, StepTimer
-from echelon.engine.step.outputs import Observed
 from echelon.engine.step.step import FlushedRunner, Step
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
@@ -31,10 +31,6 @@ class OwnLoop(Step):
     def is_open(self) -> bool:
         """True if gradients wait for an update."""
         return self._timer is not None
-
-    def train(self, batch: Any) -> Metrics:
-        self.check_closed("engine.step(batch)")
-        return super().train(batch)
 
     def forward_backward(self, batch: Any, loss: Loss | None, observed: Observed, *, last: bool) -> Tensor:
         """Add the gradients of this replica's part of a batch; returns the tally of its losses here."""
@@ -57,7 +53,9 @@ class OwnLoop(Step):
                     "once, in more microbatches"
                 )
             with observed.by(self._setup.observers):  # and not around the audit, which runs passes too
-                return runner.passes(pair, last=last, own_loss=loss is None)
+                tally = runner.pass_through(pair, last=last, own_loss=loss is None)
+                runner.wait_for_batch()
+                return tally
 
     def _open(self, pair: Batch | None) -> None:
         runner = self.check_split()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.agreement import gather_rows
+from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.setup import Setup
 from echelon.engine.step.feed import to_device
-from echelon.engine.step.own_loop import OwnLoop
 from echelon.engine.step.samples import counting
 from echelon.engine.step.side_effects import without_autocast_cache
 from echelon.engine.watch.watch import Watch
