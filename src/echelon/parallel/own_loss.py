@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
+from echelon.nn.batch import Objective
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
     adapted_model,
@@ -28,12 +29,25 @@ from echelon.parallel.tensor.loss import split_loss
 from echelon.plan import Plan
 
 
-def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
-    """The user's loss, or the model's own.
+@final
+class ObjectiveLoss:
+    """The loss that `objective(model, batch)` has computed already."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def __call__(self, output: Any, targets: Any) -> Any:  # noqa: ARG002 (an objective has no targets)
+        return output
+
+
+def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan, objective: Objective | None) -> Loss:
+    """The user's loss, or objective, or the model's own.
 
     That of causal language models and of known encoders is computed here, of logits and labels: so it has a
     meaning in a pipeline, and for parts of a vocabulary or of a sequence.
     """
+    if objective is not None:
+        return ObjectiveLoss(objective)
     if loss is not None:
         return loss
     inner = adapted_model(model)
@@ -77,18 +91,20 @@ def _ignore_index(model: nn.Module) -> int:
 
 
 def find_loss(output: Any) -> Any:
-    """`output.loss`, `output["loss"]`, the first of a tuple if it is one number, or the output itself."""
+    """`output.loss`, `output["loss"]`, the output itself, or of a tuple the first one, or the only one, that
+    is one number."""
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
     if getattr(output, "loss", None) is not None:
         return output.loss
-    first = output[0] if isinstance(output, tuple | list) and output else output
-    if isinstance(first, Tensor) and first.dim() == 0:
-        return first
+    values = output if isinstance(output, tuple | list) else [output]
+    numbers = [value for value in values if isinstance(value, Tensor) and value.dim() == 0]
+    if numbers and (len(numbers) == 1 or numbers[0] is values[0]):
+        return numbers[0]
     raise UserError(
         f"loss=None: the model returned a {type(output).__name__} without a loss, which must be output.loss, "
-        "output['loss'], or the first of a tuple; give the batch the labels that the model computes it of, "
-        "or give parallelize a loss"
+        "output['loss'], or the only number of a tuple; give the batch the labels that the model computes it "
+        "of, or give parallelize a loss"
     )
 
 

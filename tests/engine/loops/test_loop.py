@@ -68,7 +68,7 @@ def in_parts(plan: str, *, last: bool) -> tuple[list[float], dict[str, Tensor]]:
         return losses, engine.full_state_dict()
 
 
-def check_parts(plan: str, *, last: bool) -> None:
+def check_parts(plan: str, last: bool) -> None:
     losses, weights = in_parts(plan, last=last)
     expected, plain_weights = plain()
     assert losses == pytest.approx(expected, rel=1e-12)
@@ -77,7 +77,7 @@ def check_parts(plan: str, *, last: bool) -> None:
 
 @pytest.mark.parametrize("plan", ["data=1", "microbatches=2", "recompute=full", "offload=optimizer"])
 def test_on_one_rank(plan: str) -> None:
-    check_parts(plan, last=False)
+    check_parts(plan, False)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -97,11 +97,11 @@ def test_on_one_rank(plan: str) -> None:
     ],
 )
 def test_over_ranks(warm_ranks: Warm, plan: str, last: bool) -> None:
-    warm_ranks(2).run(check_parts, plan, last=last)
+    warm_ranks(2).run(check_parts, plan, last)
 
 
 def test_over_four_ranks(warm_ranks: Warm) -> None:
-    warm_ranks(4).run(check_parts, "data=2 pipeline=2 microbatches=2 zero=1", last=False)
+    warm_ranks(4).run(check_parts, "data=2 pipeline=2 microbatches=2 zero=1", False)
 
 
 def drawn(plan: str) -> dict[str, Tensor]:

@@ -54,6 +54,7 @@ class OwnLoop(Step):
                 )
             with observed.by(self._setup.observers):  # and not around the audit, which runs passes too
                 tally = runner.pass_through(pair, last=last, own_loss=loss is None)
+                self._watch.hide_gradients(hidden=True)
                 runner.wait_for_batch()
                 return tally
 
@@ -71,6 +72,7 @@ class OwnLoop(Step):
 
     def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
         """A backward pass follows, from a loss that was divided by `normaliser`."""
+        self._watch.hide_gradients(hidden=True)
         self.check_split().add_tally(total, count, normaliser)
 
     def update(self) -> Metrics:
@@ -83,12 +85,13 @@ class OwnLoop(Step):
             )
         with self.discarded_if_failed(), self._watch.step(is_empty=True):
             numbers = runner.finish()
-            self._timer = None
+            self.discard()
             return self._finish(numbers, timer)
 
     def discard(self) -> None:
         """Let go of gradients that wait for an update. The next one begins without them."""
         self._timer = None
+        self._watch.hide_gradients(hidden=False)
 
     @contextmanager
     def discarded_if_failed(self) -> Iterator[None]:

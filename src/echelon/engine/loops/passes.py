@@ -13,6 +13,7 @@ weights.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any, final
 from weakref import WeakSet
 
@@ -32,7 +33,14 @@ from echelon.nn.losses import Sum
 from echelon.parallel.observer import BackwardPass, ForwardPass
 from echelon.parallel.stage import Stage
 
-_lending: WeakSet["OwnPasses"] = WeakSet()  # those with a graph that a backward pass may lead through
+_alive: WeakSet["OwnPasses"] = WeakSet()
+_numbers = count()
+
+
+def _lending() -> list["OwnPasses"]:
+    """Engines with a graph that a backward pass may lead through, in the order in which they were made: ranks
+    gather their weights in the same one."""
+    return sorted((each for each in _alive if each.is_open), key=lambda each: each.number)
 
 
 @final
@@ -44,6 +52,16 @@ class OwnPasses:
         self._samples = 0  # of the last forward pass
         self._slots: list[tuple[int, int]] = []  # of forward passes since the last update
         self._is_checked = False
+        self.number = next(_numbers)
+        _alive.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """True if the engine was called since its last update."""
+        return self._loop.is_open and bool(self._slots)
+
+    def close(self) -> None:
+        _alive.discard(self)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model. Without gradients that is a call between steps: it is no part of an update."""
@@ -72,31 +90,32 @@ class OwnPasses:
             self._stage.free()
             observers.tell("store", slot)
         self._slots.append(slot)
-        _lending.add(self)
         return output
 
     def backward(
-        self, loss: Tensor | Sum, count: float | None, others: Sequence["OwnPasses"], *, retain_graph: bool
+        self, loss: Tensor | Sum, number: float | None, others: Sequence["OwnPasses"], *, retain_graph: bool
     ) -> None:
-        """Add the gradients of a mean over `count` samples of this replica, or of a sum."""
+        """Add the gradients of a mean over this `number` of samples, or of a sum."""
         self._check()
         total = loss.total if isinstance(loss, Sum) else loss
         self._check_loss(total)
-        engines = [self, *others]
+        engines, lending = [self, *others], _lending()
         with ExitStack() as stack:
-            for each in _lending:
+            for each in lending:
                 stack.enter_context(each._lent())
-            means = [each._count(loss, count) for each in engines]
+            means = [each._count(loss, number) for each in engines]
             for each in engines:
                 stack.enter_context(each._taking())
-            lent = [each for each in _lending if each not in engines]
+            lent = [each for each in lending if each not in engines]
             leaves = None if not lent else _leaves(total, {id(p) for each in lent for p in each._trained})
             torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
 
-    def _count(self, loss: Tensor | Sum, count: float | None) -> Tensor:
+    def _count(self, loss: Tensor | Sum, samples: float | None) -> Tensor:
         """Enter a loss into the tally of the update; returns what its backward pass starts from."""
         mesh, scale = self._setup.mesh, self._setup.update.loss_scale
-        number = 1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if count is None else count
+        number = (
+            1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if samples is None else samples
+        )
         counts = torch.full((1,), number, dtype=torch.float64, device=mesh.device)
         if isinstance(loss, Sum):
             self._loop.add_tally(
@@ -168,7 +187,7 @@ class OwnPasses:
                 f"engine.backward(loss): the loss is {form}: must be a tensor of one number that depends on "
                 "what engine(x) returned, like losses.mean()"
             )
-        if not self._slots or not self._loop.is_open:
+        if not self.is_open:
             raise UserError(
                 "engine.backward(loss): this engine was not called since its last update; call engine(x), "
                 "not the module, and compute the loss of what it returns. See docs/loops.md"
