@@ -40,7 +40,7 @@ class ObjectiveLoss:
         return output
 
 
-def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan, objective: Objective | None) -> Loss:
+def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan, objective: Objective | None = None) -> Loss:
     """The user's loss, or objective, or the model's own.
 
     That of causal language models and of known encoders is computed here, of logits and labels: so it has a

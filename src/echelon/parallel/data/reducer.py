@@ -89,7 +89,7 @@ class Reducer:
 
     def finish_step(self) -> None:
         """Gradients that come before the next step are not ours."""
-        self._in_step = self.accumulation.is_open = False
+        self._in_step = self._in_backward = self.accumulation.is_open = False
 
     @property
     def all_reduced(self) -> bool:
