@@ -19,7 +19,7 @@ from echelon.engine.audit.drift import make_drift_check
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
-from echelon.engine.saving.export import check_pretrained, export
+from echelon.engine.saving.export import export, save_pretrained
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
 from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.setup import Setup
@@ -230,13 +230,17 @@ class Engine:
         with self._watch.own_work():
             export(self.module, self._names, self._whole.weights(), folder, self.mesh.rank, shard_bytes)
 
-    def save_pretrained(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder.
+    def save_pretrained(
+        self, folder: str | Path, *, merged: bool = False, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder. Of
+        a model of peft, write its adapters; or (`merged`) the model inside, with the adapters in its weights.
 
         All ranks must call this; see `export`.
         """
-        check_pretrained(self.module)
-        self.export(folder, shard_bytes=shard_bytes)
+        with self._watch.own_work():
+            weights, rank = self._whole.weights(), self.mesh.rank
+            save_pretrained(self.module, self._names, weights, folder, rank, shard_bytes, merged=merged)
 
     # Checkpoints.
 

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.errors import UserError, raise_errors
 from echelon.nn.dropout.modules import is_keyed, unkeyed_dropout
 from echelon.nn.dropout.noise import noises
+from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.families import find_family
 from echelon.nn.huggingface.modules import draws_by_head
 from echelon.nn.sequence import View
@@ -177,7 +178,7 @@ def classes_not_causal(model: nn.Module, layers: Sequence[nn.Module]) -> list[st
     Causal are modules that ask a view, that work on each position separately, and those of our own models
     and of known families of transformers.
     """
-    known = ("echelon.", "transformers.") if find_family(model) is not None else ("echelon.",)
+    known = ("echelon.", "transformers.") if find_family(adapted_model(model)) is not None else ("echelon.",)
 
     def is_causal(module: nn.Module) -> bool:
         if isinstance(getattr(module, "view", None), View) or _works_by_position(module):
