@@ -212,7 +212,7 @@ def test_adapters_with_a_forward_of_their_own_are_refused_where_layers_run(
         ("head", "lm_head is 'vocabulary' in the table, and logits of an adapter cannot be split"),
         (
             "experts",
-            "mlp.experts is 'experts' in the table, and ParamWrapper of peft adapts it; only LoRA of",
+            "mlp.experts is 'experts' in the table, and ParamWrapper of peft adapts it; only LoRA",
         ),
     ],
 )
@@ -235,3 +235,103 @@ def test_a_users_table_has_the_names_of_the_model_without_adapters() -> None:
     sharded = split_over(model, group, table, Wrapping(), sequence=False, whole_sequence=[], join_logits=True)
     assert not any("lm_head" in name for name in sharded.shards)
     assert any(name.endswith("q_proj.lora_B.default.weight") for name in sharded.shards)
+
+
+# Quantised weights under adapters.
+
+
+class Scales:
+    """As bitsandbytes keeps them, out of sight of torch."""
+
+    def __init__(self, rows: int) -> None:
+        self.absmax = torch.rand(rows, 1) / 255
+
+
+class Packed(nn.Parameter):
+    quant_state: Scales
+
+
+Scales.__module__ = Packed.__module__ = "bitsandbytes.nn"
+
+
+class PackedLinear(nn.Module):
+    """A frozen matrix of bytes, with its scales in a buffer, or as bitsandbytes has them."""
+
+    def __init__(self, inputs: int, outputs: int, *, hidden_scales: bool) -> None:
+        super().__init__()
+        packed = torch.randint(0, 255, (outputs, inputs), dtype=torch.uint8)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+        if hidden_scales:
+            self.weight: nn.Parameter = Packed(packed, requires_grad=False)
+            self.weight.quant_state = Scales(outputs)
+        else:
+            self.weight = nn.Parameter(packed, requires_grad=False)
+            self.register_buffer("scales", torch.rand(outputs, 1) / 255)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = self.weight.quant_state.absmax if isinstance(self.weight, Packed) else self.scales
+        return x @ ((self.weight.to(x.dtype) - 127) * scales).T + self.up(self.down(x))
+
+
+def packed_model(*, hidden_scales: bool = False) -> nn.Module:
+    sizes = [(8, 16), (16, 16), (16, 4)]
+    return nn.Sequential(*(PackedLinear(*size, hidden_scales=hidden_scales) for size in sizes))
+
+
+def vectors(step: int) -> tuple[Tensor, Tensor]:
+    values = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+    return values[:, :8], values[:, 8:]
+
+
+@pytest.mark.slow_cases("data=2 zero=1", "pipeline=2")
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "data=2 zero=1", "pipeline=2"])
+def test_frozen_bytes_are_weights_like_others(plan: str) -> None:
+    assert_equal(Case(packed_model, vectors, nn.functional.mse_loss, adamw, steps=STEPS), plan)
+
+
+def trained_over_scales(seed: int | None) -> tuple[list[float], str]:
+    """Losses, or what is said of ranks with different scales."""
+    torch.manual_seed(torch.distributed.get_rank() if seed is None else seed)
+    model, losses = packed_model(hidden_scales=True), []
+    try:
+        with echelon.parallelize(
+            model, "data=2 zero=1", optimizer=adamw, loss=nn.functional.mse_loss
+        ) as engine:
+            losses = [float(engine.step(engine.local(vectors(step))).loss) for step in range(STEPS)]
+    except UserError as error:
+        return [], str(error)
+    return losses, ""
+
+
+def test_scales_that_torch_does_not_list_must_be_the_same_on_every_rank(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    ranks = warm_ranks(2)
+    for _, error in ranks.run(trained_over_scales, None):
+        assert "0.weight with scales of bits" in error
+        assert "give parallelize the same model on every rank" in error
+    torch.manual_seed(3)
+    model, expected = packed_model(hidden_scales=True), []
+    with echelon.parallelize(model, "data=1", optimizer=adamw, loss=nn.functional.mse_loss) as engine:
+        expected = [float(engine.step(vectors(step)).loss) for step in range(STEPS)]
+    for losses, _ in ranks.run(trained_over_scales, 3):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "tensor=2", "pipeline=2", "offload=parameters"])
+def test_weights_with_hidden_scales_are_refused_where_ranks_have_parts(plan: str) -> None:
+    with pytest.raises(UserError, match=r"0.weight and 2 others are Packed.*use data with zero=0, 1 or 2"):
+        echelon.parallelize(packed_model(hidden_scales=True), plan, optimizer=adamw)
+
+
+class TwoTensors(nn.Parameter):
+    """As the weights of torchao say what they are made of."""
+
+    def __tensor_flatten__(self) -> None: ...
+
+
+def test_weights_that_are_several_tensors_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.bias = TwoTensors(torch.zeros(2), requires_grad=False)
+    with pytest.raises(UserError, match=r"bias and 0 others are TwoTensors.*quantise with bitsandbytes"):
+        echelon.parallelize(model, "data=2", optimizer=adamw, loss=nn.functional.mse_loss)

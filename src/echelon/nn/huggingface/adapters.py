@@ -66,28 +66,27 @@ def find_places(model: nn.Module) -> dict[str, Place]:
     """Return the places of all modules by name."""
     inner = adapted_model(model)
     outer = next((name for name, module in model.named_modules() if module is inner), "")
-    prefix = f"{outer}." if outer else ""
-    modules = dict(inner.named_modules(remove_duplicate=False))
     places: dict[str, Place] = {}
-    for name, module in modules.items():
-        parent, _, own = name.rpartition(".")
-        above = places.get(prefix + parent, Place("")) if name else Place("")
-        places[prefix + name if name else outer] = _place(name, own, module, above, modules.get(parent))
-    return {name: places.get(name, Place(name)) for name, _ in model.named_modules(remove_duplicate=False)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        above, _, own = name.rpartition(".")
+        is_inside = f"{name}.".startswith(f"{outer}.") if outer else bool(name)
+        if not is_inside:
+            places[name] = Place(name)
+        else:
+            places[name] = Place("") if name == outer else _place(own, module, places[above])
+    return places
 
 
-def _place(name: str, own: str, module: nn.Module, above: Place, parent: nn.Module | None) -> Place:
-    if above.role == _COPIES:  # the names of adapters
-        return Place(above.plain, BASE)
+def _place(own: str, module: nn.Module, above: Place) -> Place:
+    """Return the place of the module with the name `own` in one whose place is `above`."""
+    if above.role == _COPIES:
+        return Place(above.plain, BASE)  # one for each adapter
     if above.role not in ("", BASE, LAYER):
         return above  # inside of what an adapter has added
-    plain = f"{above.plain}.{own}" if above.plain else own
-    if above.role == LAYER or (above.role == BASE and is_adapted(parent)):
-        if own not in _BASES:
-            return Place(above.plain, own)
-        plain = above.plain
-        return Place(plain, LAYER if is_adapted(module) else BASE)
-    return Place(plain if name else "", LAYER if is_adapted(module) else above.role)
+    if above.role == LAYER and own not in _BASES:
+        return Place(above.plain, own)
+    plain = above.plain if above.role == LAYER else f"{above.plain}.{own}".removeprefix(".")
+    return Place(plain, LAYER if is_adapted(module) else BASE if above.role else "")
 
 
 def is_adapted(module: Any) -> bool:

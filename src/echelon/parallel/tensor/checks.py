@@ -284,8 +284,8 @@ def _adapter_errors(model: nn.Module, styles: Styles) -> Iterator[str]:
         reason = _reason_not_splittable(model.get_submodule(name), style)
         if reason:
             yield (
-                f"{pattern_of(plain)} is '{style}' in the table, and {reason}; leave it without this adapter, "
-                "or use data, zero and pipeline instead of tensor"
+                f"{pattern_of(plain)} is '{style}' in the table, and {reason}; leave it without this "
+                "adapter, or use data, zero and pipeline instead of tensor"
             )
 
 
