@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.collectives import RecordingGroup
+from echelon.collectives.recording_group import RecordingGroup
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.nn.huggingface.adapters import Place, find_places, reason_not_passed_on
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import split_over
+from echelon.parallel.tensor.split import split_over
 from echelon.verify import Case, assert_equal
 from echelon.verify.case import patch_float64
 

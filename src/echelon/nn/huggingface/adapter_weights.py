@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.huggingface.adapters import LAYER, adapted_model, find_places, is_around
-from echelon.state.weight_files import TensorEntry
-from echelon.state.weight_files.tensor_file import report_os_errors, write_tensor_file
+from echelon.state.weight_files.tensor_file import TensorEntry, report_os_errors, write_tensor_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of names in files
