@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.collectives.recording_group import RecordingGroup
+from echelon.collectives import RecordingGroup
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
