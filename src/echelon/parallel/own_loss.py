@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import Objective
+from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
-    adapted_model,
     causal_cross_entropy,
     causal_loss,
     counts_labels,

@@ -143,7 +143,7 @@ def test_backward_passes_of_the_users_own_are_refused() -> None:
     watched.reducer.start_backward(reducing=True)
     watched.backward(0, 1, 2)
     watched.reducer.flush()
-    with pytest.raises(UserError, match="See docs/loops.md"):
+    with pytest.raises(UserError, match=r"See docs/loops\.md"):
         watched.backward(0)
     watched.reducer.finish_step()
     with pytest.raises(UserError, match="gradients of this rank alone"):
