@@ -1,5 +1,7 @@
 """A kernel of Jupyter in a process of its own, in which tests run cells as a notebook does."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ class Kernel:
         self._manager = manager
         self._client = client
 
-    def run(self, code: str, on_text: Callable[[str], object] = lambda text: None) -> Cell:
+    def run(self, code: str, on_text: Callable[[str], object] = str) -> Cell:
         """Run a cell. `on_text(text)` is called while it runs, with each piece of text that it shows."""
         cell = Cell()
 
@@ -45,6 +47,9 @@ class Kernel:
     def interrupt(self) -> None:
         """Press the stop button."""
         self._manager.interrupt_kernel()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
     @property
     def pid(self) -> int:

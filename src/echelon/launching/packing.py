@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 FIX = "define it at the top level of a module (a .py file)"
+_CACHE = type(functools.cache(lambda: None))
+_DEFINITIONS = (FunctionType, type, _CACHE)  # what pickle finds by its name
 
 
 def pack(value: object) -> bytes:
@@ -45,8 +47,11 @@ def unpack(data: bytes) -> Any:
 
 def is_not_importable(definition: object) -> bool:
     """Return whether `definition` is a function or class of a main module that no rank can import."""
-    in_main = isinstance(definition, FunctionType | type) and definition.__module__ == "__main__"
-    return in_main and not is_main_importable()
+    return (
+        isinstance(definition, _DEFINITIONS)
+        and definition.__module__ == "__main__"
+        and not is_main_importable()
+    )
 
 
 def _dump(pickler: type[pickle.Pickler], value: object) -> bytes:
@@ -123,7 +128,7 @@ def _make_value_pickler() -> type[pickle.Pickler]:
 
     class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, _CACHE):
+            if isinstance(value, _CACHE) and is_not_importable(value):
                 return _rebuild_cache, (value.__wrapped__, value.cache_parameters())
             if not isinstance(value, FunctionType | type):
                 return _reduce_tensor(value)
@@ -137,9 +142,6 @@ def _make_value_pickler() -> type[pickle.Pickler]:
             return (_make_definition, (_identify(value), _source(value), make, arguments), *rest)
 
     return ValuePickler
-
-
-_CACHE = type(functools.cache(lambda: None))  # pickle would look for its name in the main module
 
 
 def _rebuild_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
