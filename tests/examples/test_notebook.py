@@ -34,11 +34,11 @@ def test_its_cells_run_from_top_to_bottom(tmp_path: Path) -> None:
     assert [int(step) for step, _, _ in rows] == list(range(0, 60, 6))
     assert losses[-1] < 0.1 * losses[0]
     first, second = [plan_memory(line) for line in plans.splitlines() if line.startswith("data=2")]
-    assert second == pytest.approx({name: size / 2 for name, size in first.items()}, rel=0.05)
+    assert second == pytest.approx({name: size / 2 for name, size in first.items()}, rel=0.15)
     assert stop.endswith("stopped\n")
     assert "step 0" in stop, "the ranks had begun to train"
     start, middle, end = [float(number) for number in re.findall(r"\d\.\d{4}", again.splitlines()[-1])]
-    assert start > 10 * middle > 10 * end
+    assert start > 10 * middle > 20 * end
 
 
 def plan_memory(line: str) -> dict[str, int]:

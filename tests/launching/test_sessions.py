@@ -56,7 +56,8 @@ def sgd(parameters):
 
 def train(model, steps):
     losses = []
-    with echelon.parallelize(model, "data=2", optimizer=sgd, loss=nn.functional.mse_loss) as engine:
+    plan = "data=2 precision=fp64"
+    with echelon.parallelize(model, plan, optimizer=sgd, loss=nn.functional.mse_loss) as engine:
         for _ in range(steps):
             batch = (inputs(), inputs().sum(1, keepdim=True))
             losses.append(engine.step(engine.local(batch)).loss)

@@ -173,6 +173,7 @@ def _make_definition(
         linecache.cache[file] = (size, None, lines, file)
     definition = make(*arguments)
     _identities[definition] = identity
+    _definitions[identity] = definition
     return definition
 
 
