@@ -42,8 +42,12 @@ class Stage:
     def start_step(self) -> None:
         self._num_forwards = 0
 
-    def forward(self, value: Any) -> Any:
+    def mark_run(self) -> None:
+        """A forward pass begins."""
         self._num_forwards += 1
+
+    def forward(self, value: Any) -> Any:
+        self.mark_run()
         held = self._iterated if self._num_forwards > 1 else []
         with no_iteration(held):
             return call_stage(self.module, value)
