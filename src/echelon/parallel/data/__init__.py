@@ -10,7 +10,7 @@ from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, Share
 from echelon.parallel.data.sharing import LocalSum, Problem, Sharing, SingleReplica, Storages, SummedUnit
 from echelon.parallel.data.zero.host_weights import HostPlace
 from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
-from echelon.parallel.data.zero.units import divide_units
+from echelon.parallel.data.zero.units import divide_units, unit_modules
 from echelon.parallel.data.zero.zero import Zero
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "sum_within_stage",
     "synchronize_batch_norm",
     "talks_in_forward",
+    "unit_modules",
 ]
