@@ -71,6 +71,7 @@ class Lightning(nn.Module):
             n_layer=2,
             n_head=2,
             resid_pdrop=0.1,
+            attn_pdrop=0.0,
             bos_token_id=None,
             eos_token_id=None,
         )

@@ -28,6 +28,7 @@ from echelon.memory.gist import compress_layers
 from echelon.memory.recompute import recompute_layers
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.called_stage import connect_stages
 from echelon.parallel.data import SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers
@@ -117,4 +118,5 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
     compress_layers(list(local.stages.values()), mesh, wrapping, observers)
     recompute_layers(local, mesh, layers.view, wrapping, observers)
     offload_activations(local, mesh, wrapping, observers)
+    connect_stages(local, wrapping, observers)
     return observers

@@ -138,6 +138,14 @@ def called_layers(model: nn.Module) -> LayerList | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
+def stage_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers between which a pipeline cuts: those that the model lists, or else that its forward
+    calls. A known family that lists none has a reason, and stays refused with it."""
+    is_named = _PATHS in vars(model)
+    called = None if _blocks_of_family(model) is not None and not is_named else called_layers(model)
+    return listed_layers(model) or ([] if called is None else called.layers)
+
+
 def _listed_inside(name: str, module: nn.Module) -> LayerList | None:
     """Return the layers of a module that lists them when it is a model of its own, and no nn.Sequential."""
     blocks = _blocks_of_family(module)
