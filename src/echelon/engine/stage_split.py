@@ -13,7 +13,7 @@ from echelon.errors import UserError
 from echelon.nn.layering import listed_layers, outside_layers
 from echelon.nn.wrapping import replaced_forward
 from echelon.parallel.called_stage import CalledStage
-from echelon.parallel.data import SharedGradient
+from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.pipeline import (
     StageModule,
     Tie,

@@ -17,16 +17,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from echelon.nn.batch import call_stage
 from echelon.nn.layering import listed_layers
-from echelon.parallel.data import (
-    SMALLEST_UNIT,
-    Buffers,
-    Problem,
-    Sharing,
-    Storages,
-    sum_tied,
-    sum_within_stage,
-    unit_modules,
-)
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.data.gradients import sum_tied, sum_within_stage
+from echelon.parallel.data.sharing import Problem, Sharing, Storages
+from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
+from echelon.parallel.data.zero.units import unit_modules
 from echelon.plan import Plan
 from echelon.program import Program
 from echelon.state.ownership import LocalParameter, OwnedSlice
