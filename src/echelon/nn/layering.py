@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from echelon.errors import UserError, raise_errors
+from echelon.nn.huggingface.adapters import adapted_model, reason_not_passed_on
 from echelon.nn.huggingface.families import (
     ENCODERS,
     FAMILIES,
@@ -33,11 +34,13 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
     """Return the members of an nn.Sequential, or the result of `layers()`; empty if the model lists none.
 
     A subclass that overrides only `forward` lists none: its forward may do more than run the layers. A
-    transformers model of a known family lists wrappers around its own modules, new ones at every call. Nor
-    does a model list any whose layers the user has named: its own forward runs.
+    transformers model of a known family lists wrappers around its own modules, new ones at every call. Of
+    a model of peft, the layers are those of the model inside. A model whose layers the user has named lists
+    none: its own forward runs.
     """
-    if _PATHS in vars(model):
+    if _PATHS in vars(model) or reason_not_passed_on(model):
         return []
+    model = adapted_model(model)
     listing = _listing(model)
     if listing is not None:
         return [] if _reason_own_forward(model) else _check_modules(model, list(listing()))
@@ -59,6 +62,10 @@ def _check_modules(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]
 
 def how_to_list(model: nn.Module) -> str:
     """Say how to change a model that lists no layers, so that it does."""
+    reason = reason_not_passed_on(model)
+    if reason:
+        return reason
+    model = adapted_model(model)
     if find_family(model) is not None or find_encoder(model) is not None:
         return reason_not_listed(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):
@@ -140,9 +147,9 @@ def called_layers(model: nn.Module) -> LayerList | None:
 
 def stage_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers between which a pipeline cuts: those that the model lists, or else that its forward
-    calls. A known family that lists none has a reason, and stays refused with it."""
-    is_named = _PATHS in vars(model)
-    called = None if _blocks_of_family(model) is not None and not is_named else called_layers(model)
+    calls. A known family, or a model of peft, that lists none has a reason, and stays refused with it."""
+    has_reason = _blocks_of_family(model) is not None or bool(reason_not_passed_on(model))
+    called = None if has_reason and _PATHS not in vars(model) else called_layers(model)
     return listed_layers(model) or ([] if called is None else called.layers)
 
 
