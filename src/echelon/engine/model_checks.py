@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
+from echelon.nn.batch import Objective
 from echelon.nn.huggingface.adapters import is_quantised, reason_not_passed_on, scales
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
 from echelon.nn.layering import name_layers
@@ -38,6 +39,7 @@ def accept_model(
     loss: Loss | None,
     clip: float | None,
     loss_scale: LossScale | None,
+    objective: Objective | None = None,
     layers: str | Sequence[str] | None = None,
 ) -> tuple[nn.Module, Plan, Loss]:
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
@@ -48,7 +50,7 @@ def accept_model(
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
     name_layers(model, layers)
-    return model, plan, choose_loss(model, loss, plan)
+    return model, plan, choose_loss(model, loss, plan, objective)
 
 
 def check_wrappers(model: nn.Module) -> None:
