@@ -30,6 +30,7 @@ def check_arguments(
     boundaries: object = None,
     tensor_table: object = None,
     weights: object = None,
+    layers: object = None,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     errors = [
@@ -41,6 +42,7 @@ def check_arguments(
         *_boundary_errors(boundaries, plan),
         *_table_errors(tensor_table),
         *_weights_errors(weights),
+        *_layer_errors(layers),
     ]
     raise_errors("the arguments of parallelize", errors)
 
@@ -183,6 +185,13 @@ def _weights_errors(weights: object) -> list[str]:
     if weights is None or isinstance(weights, str | Path):
         return []
     return [f"weights is a {type(weights).__name__}: must be a folder with a model in Hugging Face's files"]
+
+
+def _layer_errors(layers: object) -> list[str]:
+    named = layers if isinstance(layers, list | tuple) else [layers]
+    if layers is None or (named and all(isinstance(path, str) for path in named)):
+        return []
+    return [f"layers={layers!r}: must be the name of a list in the model, like 'transformer.h', or several"]
 
 
 def _is_integer(value: object) -> bool:

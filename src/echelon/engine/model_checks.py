@@ -4,7 +4,7 @@ What a module does can be read where it is torch's own. Weights that a forward o
 in the first step: see engine/step/side_effects.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from echelon.errors import raise_errors
 from echelon.nn.batch import Objective
 from echelon.nn.huggingface.adapters import is_quantised, reason_not_passed_on, scales
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
+from echelon.nn.layering import name_layers
 from echelon.nn.losses import Loss
 from echelon.nn.tracing import without_compiling
 from echelon.parallel.own_loss import choose_loss
@@ -39,14 +40,16 @@ def accept_model(
     clip: float | None,
     loss_scale: LossScale | None,
     objective: Objective | None = None,
+    layers: str | Sequence[str] | None = None,
 ) -> tuple[nn.Module, Plan, Loss]:
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
-    may be the model's own."""
+    may be the model's own. `layers`: the names of the lists that have the model's layers."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     check_wrappers(model)
     model = without_compiling(model)
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
+    name_layers(model, layers)
     return model, plan, choose_loss(model, loss, plan, objective)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.layering import listed_layers
+from echelon.nn.layering import stage_layers
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding, LogitsChoice
@@ -144,7 +144,7 @@ def _absent_modules(model: nn.Module, local: LocalStages, plan: Plan) -> dict[st
     """Modules of other stages, by name."""
     if plan.stages == 1:
         return {}
-    in_layers = {module for layer in listed_layers(model) for module in layer.modules()}
+    in_layers = {module for layer in stage_layers(model) for module in layer.modules()}
     here = {module for stage in local.modules for module in stage.modules()}
     return {name: m for name, m in model.named_modules() if m in in_layers and m not in here}
 
