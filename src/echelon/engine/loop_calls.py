@@ -32,6 +32,7 @@ class LoopCalls(EngineCore):
         nonfinite="skip": `skipped` of its metrics is true. Many in a row are an error. See docs/a-step.md.
         """
         self._check_open()
+        self._check_hidden()
         return self._step.train(batch)
 
     @torch.no_grad()
