@@ -364,7 +364,7 @@ def test_a_change_by_hand_inside_is_refused_and_one_before_is_kept() -> None:
     engine = make_engine("precision=fp32", layers().float())
     engine.step(half(0))
     engine.step(half(1))
-    weight = engine.module.get_parameter("3.weight")
+    weight = engine.module.get_parameter("5.weight")
     with torch.no_grad():
         weight.zero_()
 
@@ -374,7 +374,7 @@ def test_a_change_by_hand_inside_is_refused_and_one_before_is_kept() -> None:
             weight.fill_(7.0)
             engine.evaluate(half(100))
 
-    assert refusal(change_inside).startswith("3.weight: changed by hand inside `with engine.averaged()`")
+    assert refusal(change_inside).startswith("5.weight: changed by hand inside `with engine.averaged()`")
     assert not weight.any()
     engine.step(half(2))
     assert weight.abs().max() < 1
@@ -386,7 +386,7 @@ def test_masters_do_not_follow_averages() -> None:
         for each in (engine, other):
             each.step(half(step))
             with torch.no_grad():
-                each.module.get_parameter("3.bias").add_(0.5)
+                each.module.get_parameter("5.bias").add_(0.5)
         with engine.averaged():
             engine.evaluate(half(100))
             engine.evaluate(half(100))
