@@ -10,9 +10,12 @@ from torch import Tensor
 from echelon.engine.core import EngineCore
 from echelon.engine.saving.export import check_pretrained, export
 from echelon.errors import UserError
-from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.saved import SavedState
+from echelon.state.checkpoint.storage_errors import RETRIES
 from echelon.state.ownership import OwnedSlice
-from echelon.state.weight_files import SHARD_BYTES
+from echelon.state.weight_files.folder_writer import SHARD_BYTES
 
 
 class StateCalls(EngineCore):
@@ -56,10 +59,10 @@ class StateCalls(EngineCore):
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, averaged: bool = False) -> None:
         """Write weights and buffers as a Hugging Face folder, which transformers loads if it knows the model.
 
-        All ranks must call this. averaged=True: the averages of the weights, in the type of these.
-
-        Rank 0 writes one tensor after the other, and holds in host memory what the
+        All ranks must call this. Rank 0 writes one tensor after the other, and holds in host memory what the
         tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
+
+        averaged=True writes the averages of the weights, in the type of these.
         """
         with self._averaged_if(averaged), self._watch.own_work():
             export(self.module, self._names, self._whole.weights(), folder, self.mesh.rank, shard_bytes)

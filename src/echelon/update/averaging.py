@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.parallel.stage import LocalStages
-from echelon.state.checkpoint import SavedParameter
+from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import AVERAGE, LocalParameter
 from echelon.update.numbers import Flag
 from echelon.update.precision.flat_memory import portions
