@@ -347,8 +347,13 @@ def test_what_must_not_work_on_averages_is_refused(tmp_path: Path) -> None:
     engine.step(vectors(1))
     before = engine.full_state_dict()
     with engine.averaged():
+        inputs = vectors(2)[0]
         for call in (
             lambda: engine.step(vectors(2)),
+            lambda: engine.forward_backward(vectors(2)),
+            engine.update,
+            lambda: engine(inputs),
+            lambda: engine.backward(inputs.sum()),
             engine.synchronize,
             lambda: engine.save(tmp_path / "a"),
         ):
@@ -358,6 +363,15 @@ def test_what_must_not_work_on_averages_is_refused(tmp_path: Path) -> None:
         assert same(engine.full_state_dict(), engine.full_state_dict(averaged=True))
     assert same(engine.full_state_dict(), before)
     assert engine.step(vectors(2)).loss > 0
+
+
+def test_updates_of_a_loop_of_ones_own_are_averaged() -> None:
+    with make_engine("data=1") as engine:
+        for step in range(STEPS):
+            engine.forward_backward(vectors(step))
+            assert "engine.averaged(): gradients of" in refusal(lambda: engine.full_state_dict(averaged=True))
+            engine.update()
+        assert gap(engine.full_state_dict(averaged=True), train_plain()[0]) <= TOLERANCE
 
 
 def test_a_change_by_hand_inside_is_refused_and_one_before_is_kept() -> None:

@@ -31,6 +31,7 @@ class StateCalls(EngineCore):
         if averages.is_shown:
             yield
             return
+        self._step.check_closed("engine.averaged()")
         with self._watch.other_weights(self._show_averages, averages.hide):
             yield
 

@@ -133,9 +133,9 @@ class WeightAverages:
         """Refuse what must not work on averages."""
         if self.is_shown:
             raise UserError(
-                "inside `with engine.averaged()` the weights are their averages, for evaluate, "
-                "full_state_dict, export and save_pretrained; step, synchronize, save, load and close after "
-                "the block"
+                "inside `with engine.averaged()` the weights are their averages, for evaluate, forward, "
+                "full_state_dict, export, save_pretrained, and engine(x) under torch.no_grad(); train, "
+                "synchronize, save, load and close after the block"
             )
 
 
