@@ -138,6 +138,7 @@ class EngineCore:
         With delay=1 the next step computes with these, as the first one does. Whatever else reads the newest
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
+        self._check_hidden()
         with self._watch.own_work():
             self._finish_steps("engine.synchronize(), save or load")
             self._update.synchronize()
@@ -158,6 +159,13 @@ class EngineCore:
         if self._is_closed:
             raise UserError("this engine is closed; make another one with parallelize")
         self._checkpointing.check_loaded()
+        if self._update.averages is not None:
+            self._update.averages.finish_hiding()
+
+    def _check_hidden(self) -> None:
+        """Refuse what must not work on averages (`averaged`)."""
+        if self._update.averages is not None:
+            self._update.averages.check_hidden()
 
 
 def _storages(setup: Setup, runner: StepRunner) -> dict[str, list[Tensor]]:

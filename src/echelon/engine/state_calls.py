@@ -1,6 +1,7 @@
 """The calls of an engine about its state: whole weights, files of a model, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from echelon.engine.core import EngineCore
 from echelon.engine.saving.export import export, save_pretrained
+from echelon.errors import UserError
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.saved import SavedState
@@ -19,35 +21,67 @@ from echelon.state.weight_files.folder_writer import SHARD_BYTES
 class StateCalls(EngineCore):
     """All ranks must make these calls, between steps."""
 
-    def full_state_dict(self, *, to: str | None = None) -> dict[str, Tensor]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the weights are their averages (`average` of parallelize) for all that reads them, as
+        `evaluate`; buffers are the newest. Afterwards the weights are what they were, in every bit."""
+        averages = self._update.averages
+        if averages is None:
+            raise UserError("this engine keeps no averages; make it with parallelize(…, average=0.9999)")
+        if averages.is_shown:
+            yield
+            return
+        self._step.check_closed("engine.averaged()")
+        with self._watch.other_weights(self._show_averages, averages.hide):
+            yield
+
+    def _show_averages(self) -> None:
+        self._show_newest()
+        self._checkpointing.before_update()
+        assert self._update.averages is not None
+        self._update.averages.show()
+
+    def full_state_dict(self, *, to: str | None = None, averaged: bool = False) -> dict[str, Tensor]:
         """All weights and buffers, whole, under their original names, on every rank (copies).
 
         to="rank0" brings them to the host memory of rank 0, one after the other; the other ranks get none.
+        averaged=True: the averages of the weights, in the type of these.
         """
-        return self._whole.state_dict(to)
+        with self._averaged_if(averaged):
+            return self._whole.state_dict(to)
+
+    def _averaged_if(self, averaged: bool) -> AbstractContextManager[None]:
+        return self.averaged() if averaged else nullcontext()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
         return self._whole.optimizer_state()
 
-    def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, averaged: bool = False) -> None:
         """Write weights and buffers as a Hugging Face folder, which transformers loads if it knows the model.
 
         All ranks must call this. Rank 0 writes one tensor after the other, and holds in host memory what the
         tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
+
+        averaged=True writes the averages of the weights, in the type of these.
         """
-        with self._watch.own_work():
+        with self._averaged_if(averaged), self._watch.own_work():
             export(self.module, self._names, self._whole.weights(), folder, self.mesh.rank, shard_bytes)
 
     def save_pretrained(
-        self, folder: str | Path, *, merged: bool = False, shard_bytes: int = SHARD_BYTES
+        self,
+        folder: str | Path,
+        *,
+        merged: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+        averaged: bool = False,
     ) -> None:
         """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder. Of
         a model of peft, write its adapters; or (`merged`) the model inside, with the adapters in its weights.
 
         All ranks must call this; see `export`.
         """
-        with self._watch.own_work():
+        with self._averaged_if(averaged), self._watch.own_work():
             weights, rank = self._whole.weights(), self.mesh.rank
             save_pretrained(self.module, self._names, weights, folder, rank, shard_bytes, merged=merged)
 

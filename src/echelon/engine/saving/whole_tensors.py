@@ -9,7 +9,7 @@ from torch import Tensor
 from echelon.engine.saving.engine_state import EngineState
 from echelon.errors import UserError
 from echelon.state.assembly import Assembly
-from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
+from echelon.state.ownership import AVERAGE, ENGINE, MASTER, VALUE, OwnedSlice, Slice
 
 
 @final
@@ -48,7 +48,8 @@ class WholeTensors:
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state of each parameter, under every name that the parameter has."""
         whole: dict[str, dict[str, Tensor]] = {}
-        for (name, part), tensor in _tensors(self._assembly(lambda box: box.part not in (VALUE, MASTER))):
+        others = (VALUE, MASTER, AVERAGE)
+        for (name, part), tensor in _tensors(self._assembly(lambda box: box.part not in others)):
             whole.setdefault(name, {})[part] = tensor
         return {name: whole.get(first, {}) for name, first in self._state.names.parameters.items()}
 

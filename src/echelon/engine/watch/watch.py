@@ -12,7 +12,7 @@ script; where what they did by hand differs, the sums of the step show it, and n
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -115,6 +115,31 @@ class Watch:
                 if str(error) == Problem.LOST_CHANGE.value:  # every rank is told: the next step is right
                     self.forget()
                 raise
+
+    @contextmanager
+    def other_weights(self, show: Callable[[], None], hide: Callable[[bool], None]) -> Iterator[None]:
+        """Inside, weights have values for readers alone: after `show`, until `hide`, which is told whether
+        all ranks are there. What the user has changed before waits for the next step."""
+        with self.own_work():
+            show()
+        before, self._changed = self._changed, {}
+        is_everyone = False
+        try:
+            yield
+            is_everyone = True
+        except UserError:  # on every rank
+            is_everyone = True
+            raise
+        finally:
+            lost = self._changed | self._find_changed()
+            self._changed = before
+            with self._work():
+                hide(is_everyone)
+        if lost:
+            raise UserError(
+                f"{next(iter(lost))}: changed by hand inside `with engine.averaged()`, where weights are "
+                "their averages, and the change is lost; change weights outside of the block"
+            )
 
     def hide_gradients(self, *, hidden: bool) -> None:
         """Until an update has summed gradients over ranks, `.grad` is one rank's part: to use it raises."""
