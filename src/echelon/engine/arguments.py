@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from echelon.engine.audit import MODES
 from echelon.engine.saving.restore import check_whole
 from echelon.errors import UserError, raise_errors
+from echelon.nn.losses import Sum
 from echelon.plan import AUTO, Plan
 from echelon.update.precision.loss_scaling import loss_scale_errors
 
@@ -223,8 +224,10 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
 
 
 def check_loss(result: Any) -> None:
-    """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
-    if isinstance(result, tuple):
+    """Refuse what the loss returned, if it is neither a mean nor (total, count) nor a Sum."""
+    if isinstance(result, Sum):
+        raise_errors("what the loss returned", _scalar_errors("the sum", result.total))
+    elif isinstance(result, tuple):
         raise_errors("what the loss returned", _pair_errors(result))
     else:
         raise_errors("what the loss returned", _scalar_errors("the loss", result))

@@ -1,13 +1,15 @@
 """The calls of an engine about its state: whole weights, files of a model, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.engine.core import EngineCore
 from echelon.engine.saving.export import check_pretrained, export
+from echelon.errors import UserError
 from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
 from echelon.state.ownership import OwnedSlice
 from echelon.state.weight_files import SHARD_BYTES
@@ -22,6 +24,53 @@ class StateCalls(EngineCore):
         to="rank0" brings them to the host memory of rank 0, one after the other; the other ranks get none.
         """
         return self._whole.state_dict(to)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator of (name, tensor) over all weights and buffers, whole, under their original
+        names, in the order of the model's state dict, on every rank: one at a time (docs/weights.md).
+
+        All ranks must iterate in step; all may leave the loop early. A tensor is a copy on this rank's
+        device, and its memory is taken for the next one: keep `tensor.clone()`. Tied weights come under each
+        of their names. After a step, an update or a load, begin again.
+        """
+        begun = self._state_number()
+
+        def check() -> None:
+            self._check_open()
+            if self._state_number() != begun:
+                raise UserError(
+                    "engine.weights() was begun before the last step or load, and would mix weights of "
+                    "before and after it; finish the loop over weights first, or call engine.weights() again"
+                )
+
+        return self._whole.stream(check)
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """Inside, the model is whole on every rank, and called as its author wrote it: to generate, evaluate
+        or export. All ranks must enter and leave together; the engine's own calls are refused inside.
+
+        What a rank holds whole is not copied; the rest is put together, and must fit beside it. Modes,
+        buffers and attributes are as before afterwards. Weights may be changed inside as between steps where
+        they are not copies; of a copy a change is refused.
+        """
+        self._check_open()
+        self._show_newest()
+        with self._whole_model.installed() as model, self._watch.plain():
+            yield model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of a model of transformers, with whole weights (see `whole`), in evaluation mode.
+
+        Every rank returns what it generated: the same for the same inputs, also where tokens are sampled.
+        """
+        self._check_open()
+        self._show_newest()
+        return self._whole_model.generate(args, kwargs)
+
+    def _state_number(self) -> tuple[int, int]:
+        """Return a number that is another one after each step and load."""
+        return self._counter.begun, self._checkpointing.num_loads
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""

@@ -12,7 +12,8 @@ l[y] are those of all ranks that hold the other parts.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,14 +22,33 @@ from torch.autograd.function import once_differentiable
 # The target that a loss leaves out: of padding, and of tokens that are not to be learned. torch and the
 # models of transformers ignore the same number.
 IGNORED_TARGET = -100
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
-def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:
+@final
+@dataclass(frozen=True)
+class Sum:
+    """What a loss returns that is a sum over samples: `return echelon.Sum(total)`.
+
+    A step then follows the gradient of the sum over the global batch, and `loss` is that sum. Whatever is
+    returned otherwise, a mean or (total, count), makes it a mean.
+    """
+
+    total: Tensor
+
+
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int] | Sum]
+
+
+def total_and_count(
+    result: Any, samples: int, all_samples: Tensor | float | None = None
+) -> tuple[Tensor, Tensor | int]:
     """Return a loss of so many samples as (total, count). A plain mean is one over that many.
 
-    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds.
+    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds. Totals are
+    added up, and divided by all counts, which are `all_samples`: so a Sum is multiplied by these.
     """
+    if isinstance(result, Sum):
+        return _in_float32(result.total) * (samples if all_samples is None else all_samples), samples
     if isinstance(result, tuple):
         return _in_float32(result[0]), result[1]
     return _in_float32(result) * samples, samples

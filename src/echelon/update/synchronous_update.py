@@ -14,7 +14,7 @@ from echelon.parallel.data import Problem, squared_norm
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, check_counted, scale
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, loss_and_count, scale
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision import LossScaling, Stepper
 from echelon.update.unit_updates import UnitUpdates
@@ -184,11 +184,9 @@ class SynchronousUpdate(Update):
             self._share_weights()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        summed = tally[:2].clone()
+        summed = tally[:3].clone()
         _sum(summed, self._everyone)
-        total, count = summed.tolist()
-        check_counted(count)
-        return total, count
+        return loss_and_count(*summed.tolist())
 
     def owned(self) -> list[OwnedSlice]:
         owned = self._stages.owned_weights()

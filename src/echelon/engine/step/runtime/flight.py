@@ -84,7 +84,8 @@ def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 class MicrobatchLoss(NamedTuple):
     """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
-    backward pass: the count of its update, as far as it is known, by the loss scale."""
+    backward pass: the count of its update, as far as it is known, by the loss scale. In an evaluation 1, or
+    0 for a sum, which is not divided."""
 
     total: Tensor
     counted: Number
