@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
     from echelon.nn.batch import Inputs
-    from echelon.nn.initialization import deferred
+    from echelon.nn.initialization.initial_values import deferred
     from echelon.nn.losses import Sum
     from echelon.nn.sample_gathering import gather_samples
     from echelon.plan import Plan
@@ -45,7 +45,7 @@ _HOME = {
     "Ranks": "echelon.launching",
     "Sum": "echelon.nn.losses",
     "UserError": "echelon.errors",
-    "deferred": "echelon.nn.initialization",
+    "deferred": "echelon.nn.initialization.initial_values",
     "gather_samples": "echelon.nn.sample_gathering",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",

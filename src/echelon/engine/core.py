@@ -20,7 +20,8 @@ from echelon.engine.step.continuous import ContinuousRunner
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.step import FlushedRunner, Step
 from echelon.engine.step.step_counter import StepCounter
-from echelon.engine.watch import Inside, Watch, guard_outside
+from echelon.engine.watch.outside import Inside, guard_outside
+from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.plan import Plan

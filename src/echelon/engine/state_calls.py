@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from echelon.engine.core import EngineCore
 from echelon.engine.saving.export import check_pretrained, export
 from echelon.errors import UserError
-from echelon.state.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.saved import SavedState
+from echelon.state.checkpoint.storage_errors import RETRIES
 from echelon.state.ownership import OwnedSlice
-from echelon.state.weight_files import SHARD_BYTES
+from echelon.state.weight_files.folder_writer import SHARD_BYTES
 
 
 class StateCalls(EngineCore):
