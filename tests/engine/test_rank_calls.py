@@ -10,11 +10,11 @@ from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.cases import mean_loss, sgd
-from tests.contract_models import Twice
+from tests.contract_models import Twice, gpt
 
 
 def measure(plan: str) -> tuple[bool, list[float]]:
-    engine = parallelize(Twice(), plan, optimizer=sgd, loss=mean_loss)
+    engine = parallelize(gpt(), plan, optimizer=sgd, loss=mean_loss)
     value = float(engine.replica + 1)
     with pytest.raises(UserError, match=r"engine\.average: value must be one number, got str 'one'"):
         engine.average("one")  # type: ignore[arg-type]

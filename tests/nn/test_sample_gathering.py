@@ -29,7 +29,8 @@ class Towers(nn.Module):
         self.text = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
         self.scale = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, images: Tensor, texts: Tensor) -> Output:
+    def forward(self, both: Tensor) -> Output:
+        images, texts = both.split([6, 4], 1)
         image, text = F.normalize(self.image(images)), F.normalize(self.text(texts))
         return image, text, self.scale.exp().expand(len(image))
 
@@ -75,10 +76,9 @@ def joined_loss(output: Output, _: Tensor) -> Tensor:
     return of_all_pairs(*output)
 
 
-def pairs(step: int, samples: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+def pairs(step: int, samples: int = 11) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    images, texts = torch.randn(samples, 6, generator=generator), torch.randn(samples, 4, generator=generator)
-    return images, texts, torch.arange(samples)
+    return torch.randn(samples, 10, generator=generator), torch.arange(samples)
 
 
 def case(loss: Callable[..., Tensor]) -> Case:
@@ -167,18 +167,17 @@ def test_rows_of_different_sizes_are_refused(warm_ranks: Callable[[int], Ranks])
         assert text.startswith("echelon.gather_samples: replicas have rows of different sizes")
 
 
-def empty_replica() -> str:
+def empty_replica() -> None:
     engine = start()
+    assert not engine.needs_samples
     engine.step(engine.local(pairs(0)))
     assert engine.needs_samples
-    with pytest.raises(UserError) as error:
-        engine.step(pairs(1, 3 if engine.replica == 0 else 0))
-    return str(error.value)
+    engine.step(pairs(1, 3 if engine.replica == 0 else 0))
 
 
-def test_a_replica_without_a_sample_is_refused(warm_ranks: Callable[[int], Ranks]) -> None:
-    for text in warm_ranks(2).run(empty_replica):
-        assert "sample" in text
+def test_a_replica_without_a_sample_is_refused() -> None:
+    with pytest.raises(UserError, match="a replica has no sample in this batch"):
+        echelon.launch(empty_replica, 2)
 
 
 def without_replicas() -> list[bool]:
@@ -192,8 +191,8 @@ def without_replicas() -> list[bool]:
         evaluated = engine.evaluate(engine.local(pairs(0))).loss
     torch.manual_seed(2)
     plain = Towers()
-    images, texts, number = pairs(0)
-    found.append(abs(float(clip_loss(plain(images, texts), number)) - evaluated) < 1e-6)
+    inputs, number = pairs(0)
+    found.append(abs(float(clip_loss(plain(inputs), number).detach()) - evaluated) < 1e-6)
     found.append(gather_samples(x) is x)
     return found
 

