@@ -127,7 +127,7 @@ def small_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
-SUMS = Case(gpt, tokens, sum_of_tokens, small_sgd, steps=5)
+SUMS = Case(gpt, tokens, sum_of_tokens, small_sgd, steps=5, clip=None)
 PLANS = [
     "data=2 microbatches=3",
     "data=4 zero=3 microbatches=2",
