@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.engine.core import EngineCore
 from echelon.engine.saving.export import export, save_pretrained
@@ -52,6 +52,53 @@ class StateCalls(EngineCore):
 
     def _averaged_if(self, averaged: bool) -> AbstractContextManager[None]:
         return self.averaged() if averaged else nullcontext()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator of (name, tensor) over all weights and buffers, whole, under their original
+        names, in the order of the model's state dict, on every rank: one at a time (docs/weights.md).
+
+        All ranks must iterate in step; all may leave the loop early. A tensor is a copy on this rank's
+        device, and its memory is taken for the next one: keep `tensor.clone()`. Tied weights come under each
+        of their names. After a step, an update or a load, begin again.
+        """
+        begun = self._state_number()
+
+        def check() -> None:
+            self._check_open()
+            if self._state_number() != begun:
+                raise UserError(
+                    "engine.weights() was begun before the last step or load, and would mix weights of "
+                    "before and after it; finish the loop over weights first, or call engine.weights() again"
+                )
+
+        return self._whole.stream(check)
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """Inside, the model is whole on every rank, and called as its author wrote it: to generate, evaluate
+        or export. All ranks must enter and leave together; the engine's own calls are refused inside.
+
+        What a rank holds whole is not copied; the rest is put together, and must fit beside it. Modes,
+        buffers and attributes are as before afterwards. Weights may be changed inside as between steps where
+        they are not copies; of a copy a change is refused.
+        """
+        self._check_open()
+        self._show_newest()
+        with self._whole_model.installed() as model, self._watch.plain():
+            yield model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of a model of transformers, with whole weights (see `whole`), in evaluation mode.
+
+        Every rank returns what it generated: the same for the same inputs, also where tokens are sampled.
+        """
+        self._check_open()
+        self._show_newest()
+        return self._whole_model.generate(args, kwargs)
+
+    def _state_number(self) -> tuple[int, int]:
+        """Return a number that is another one after each step and load."""
+        return self._counter.begun, self._checkpointing.num_loads
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""

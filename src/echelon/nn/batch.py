@@ -183,8 +183,8 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
         if samples == 0:
             raise UserError(
                 "a replica has no sample in this batch, and in a pipeline, with zero=2 or 3, with batch "
-                "norm, and with a schedule from a file every replica takes part in every microbatch; give "
-                "each replica at least one sample"
+                "norm, with gather_samples and with a schedule from a file every replica takes part in every "
+                "microbatch; give each replica at least one sample"
             )
         parts += [(_samples(batch, 0, 1), 0)] * (count - len(parts))
     return parts

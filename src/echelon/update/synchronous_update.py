@@ -16,7 +16,7 @@ from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
 from echelon.update.averaging import WeightAverages
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, check_counted, scale
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, loss_and_count, scale
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.precision.stepper import Stepper
@@ -197,11 +197,9 @@ class SynchronousUpdate(Update):
             self._share_weights()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        summed = tally[:2].clone()
+        summed = tally[:3].clone()
         _sum(summed, self._everyone)
-        total, count = summed.tolist()
-        check_counted(count)
-        return total, count
+        return loss_and_count(*summed.tolist())
 
     def owned(self) -> list[OwnedSlice]:
         owned = self._stages.owned_weights()

@@ -58,16 +58,17 @@ def choose_samples(
     agreement: RankAgreement,
     *,
     is_small: bool = True,
+    repeats: bool = True,
 ) -> AuditBatch | None:
     """Choose the samples of an audit, on all ranks together; None where a replica has none. `source` is the
     replica that gives them, if it has enough; `new`: traits that were not compared yet. `is_small`: parts are
-    smaller than microbatches."""
+    smaller than microbatches. `repeats`: replicas may have the same samples, since none sees another's."""
     plan, samples = mesh.plan, num_samples(batch.pair)
     (least,) = agreement.least(samples)
     if least == 0:
         return None
     is_alone = plan.data == 1 or plan.sync == "async"
-    replicas = 1 if is_alone else smallest_factor(plan.data)
+    replicas = 1 if is_alone else smallest_factor(plan.data) if repeats else plan.data
     parts = min(plan.microbatches, least)
     period = 1 if plan.updates_per_step > 1 else smallest_factor(parts)
     per_part = least // parts

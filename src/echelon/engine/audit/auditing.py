@@ -42,14 +42,14 @@ class AuditSettings(NamedTuple):
 
     mode: Mode
     check_every: int
-    form: PlainForm | None
+    form: PlainForm
 
     @classmethod
     def of(
         cls, model: nn.Module, names: StateNames, mode: Mode, check_every: int, wrapping: Wrapping
     ) -> "AuditSettings":
         check_audit(mode, check_every)
-        return cls(mode, check_every, None if mode == "off" else PlainForm(model, names, wrapping))
+        return cls(mode, check_every, PlainForm(model, names, wrapping))
 
 
 class _Unread(NamedTuple):
@@ -179,9 +179,9 @@ def make_audit(settings: AuditSettings, setup: Setup, state: EngineState, runner
     agreement = RankAgreement(group, mesh.device)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
     check_weights = partial(check_finite_weights, local.owned_weights, trained, agreement)
-    if settings.form is None:
-        return Audit("off", None, check_weights, agreement, watches=False)
     settings.form.settle()
+    if settings.mode == "off":
+        return Audit("off", None, check_weights, agreement, watches=False)
     dtype = DTYPES[plan.precision]
 
     def loss(output: Any, targets: Any) -> Any:  # that of the pass: a call may have one of its own

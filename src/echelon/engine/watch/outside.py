@@ -156,7 +156,7 @@ def _call_sentence(plan: Plan) -> str:
     return (
         f"the model is called outside of a step, and with {axis} no rank can run all of it: ranks run its "
         "layers one after the other, each its own part; engine.evaluate(batch, measure) does, and "
-        "engine.close() puts the model together on every rank"
+        "`with engine.whole() as model:` puts the model together on every rank"
     )
 
 
@@ -200,8 +200,8 @@ class AbsentReads(StepObserver):
         if not self.inside:
             raise UserError(
                 f"plan '{self._plan}': module {_name_of(module)} is called on a rank that does not hold it, "
-                "since it is of another stage; engine.evaluate(batch) runs all stages, and engine.close() "
-                "puts the model together on every rank"
+                "since it is of another stage; engine.evaluate(batch) runs all stages, and "
+                "`with engine.whole() as model:` puts the model together on every rank"
             )
 
     def check_first_step(self) -> None:
