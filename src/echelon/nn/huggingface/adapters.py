@@ -55,6 +55,13 @@ def reason_not_passed_on(model: Any) -> str:
     )
 
 
+def predicts_first(model: Any) -> bool:
+    """Return True if adapters put tokens before those of a batch, so that its first label counts too."""
+    configs = model.peft_config.values() if is_around(model) else ()
+    adding = [config.peft_type.value for config in configs if getattr(config, "is_prompt_learning", False)]
+    return any(kind not in ("PREFIX_TUNING", "CARTRIDGE") for kind in adding)  # which add keys and values
+
+
 class Place(NamedTuple):
     """What a module is: `plain` is the name that its layer has in the model without adapters."""
 
