@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
-from echelon.nn.huggingface.adapters import is_quantised, reason_not_passed_on, scales
+from echelon.nn.huggingface.adapters import exchanges_parameter, is_quantised, reason_not_passed_on, scales
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
 from echelon.nn.losses import Loss
 from echelon.nn.tracing import without_compiling
@@ -179,11 +179,19 @@ def _iteration_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _adapter_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield an error for adapters of peft that are no layers, where the plan must split the model inside."""
+    """Yield an error for adapters of peft that are no layers, where the plan must split the model inside; and
+    for those that exchange parameters in the forward."""
     inside = plan.pipeline != 1 or plan.tensor > 1 or plan.context > 1
     reason = reason_not_passed_on(model) if inside else ""
     if reason:
         yield f"the model: {reason}"
+    exchanging = [name for name, module in model.named_modules() if exchanges_parameter(module)]
+    if exchanging and (plan.ranks > 1 or is_cut(plan)):
+        yield (
+            f"{exchanging[0]}: peft puts another tensor in the place of its parameter in every forward "
+            "(target_parameters), and what a plan has done with the parameter would be lost; adapt modules "
+            "(target_modules), or use one rank and one microbatch"
+        )
 
 
 def _gate_loss_errors(model: nn.Module, plan: Plan) -> Iterator[str]:

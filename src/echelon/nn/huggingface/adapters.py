@@ -102,6 +102,11 @@ def is_adapted(module: Any) -> bool:
     return type(module).__module__.startswith("peft.") and any(name in children for name in _BASES)
 
 
+def exchanges_parameter(module: Any) -> bool:
+    """Return True for an adapter of a single parameter (target_parameters)."""
+    return is_adapted(module) and type(module).__name__ == "ParamWrapper"
+
+
 # Quantised weights: parameters of a class of their own, which hold packed numbers and scales beside them.
 
 
