@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
-from echelon.nn.huggingface.adapters import exchanges_parameter, is_quantised, reason_not_passed_on, scales
+from echelon.nn.huggingface.adapters import exchanges_parameter, is_packed, reason_not_passed_on
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
 from echelon.nn.losses import Loss
 from echelon.nn.tracing import without_compiling
@@ -112,21 +112,25 @@ def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _quantised_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield an error for weights that are more than one tensor, where ranks would have parts of them."""
-    quantised = {name: p for name, p in model.named_parameters() if is_quantised(p)}
-    if not quantised:
-        return
-    name, parameter = next(iter(quantised.items()))
-    subject = f"{name} and {len(quantised) - 1} others are {type(parameter).__name__}"
-    if not all(map(scales, quantised.values())):
+    """Yield an error for weights that are more than one tensor, where no rank could have a part of them."""
+    parameters = dict(model.named_parameters())
+    packed = [name for name, p in parameters.items() if is_packed(p)]
+    several = [
+        name
+        for name, p in parameters.items()
+        if hasattr(type(p), "__tensor_flatten__") and not isinstance(p, DTensor)
+    ]
+    if several:
         yield (
-            f"{subject}: of a class that is several tensors, which no message between ranks carries; "
-            "quantise with bitsandbytes, or train an adapter of the weights as they were"
+            f"{several[0]} and {len(several) - 1} others are {type(parameters[several[0]]).__name__}: of a class "
+            "that is several tensors, which no message between ranks carries; quantise with bitsandbytes, or "
+            "train an adapter of the weights as they were"
         )
-    elif plan.frees_weights or plan.ranks > plan.data:
+    if packed and (plan.frees_weights or plan.ranks > plan.data):
         yield (
-            f"{subject}: packed numbers whose scales are outside of all parameters, so a rank cannot hold a "
-            "part of them; use data with zero=0, 1 or 2"
+            f"{packed[0]} and {len(packed) - 1} others are {type(parameters[packed[0]]).__name__}: packed "
+            "numbers whose scales are outside of all parameters, so a rank cannot hold a part of them; use "
+            "data with zero=0, 1 or 2"
         )
 
 

@@ -205,9 +205,7 @@ def test_adapters_with_a_forward_of_their_own_are_refused_where_layers_run(
 @pytest.mark.parametrize("plan", ["data=2", "data=2 expert=2", "pipeline=2"])
 def test_adapters_of_single_parameters_are_refused(plan: str) -> None:
     """With expert=2 they ended in an error of torch about sizes."""
-    with pytest.raises(
-        UserError, match=r"experts: peft puts another tensor.*adapt modules \(target_modules\)"
-    ):
+    with pytest.raises(UserError, match=r"experts: peft puts another tensor.*\(target_modules\)"):
         echelon.parallelize(ADAPTED["experts"](), plan, optimizer=adamw, loss=loss)
 
 

@@ -110,14 +110,14 @@ def exchanges_parameter(module: Any) -> bool:
 # Quantised weights: parameters of a class of their own, which hold packed numbers and scales beside them.
 
 
-def is_quantised(parameter: nn.Parameter) -> bool:
-    """Return True for a parameter of bitsandbytes, or of any class that is made of several tensors."""
-    return bool(scales(parameter)) or hasattr(type(parameter), "__tensor_flatten__")
+def is_packed(value: object) -> bool:
+    """Return True for a parameter of bitsandbytes, or the state of one."""
+    return type(value).__module__.startswith("bitsandbytes.")
 
 
 def scales(parameter: nn.Parameter) -> list[Tensor]:
     """List the tensors that a parameter of bitsandbytes has beside its packed numbers."""
-    if not type(parameter).__module__.startswith("bitsandbytes."):
+    if not is_packed(parameter):
         return []
     return [each for value in vars(parameter).values() for each in _tensors_in(value)]
 
@@ -125,6 +125,6 @@ def scales(parameter: nn.Parameter) -> list[Tensor]:
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if not type(value).__module__.startswith("bitsandbytes."):
+    if not is_packed(value):
         return []
     return [each for inner in vars(value).values() for each in _tensors_in(inner)]
