@@ -223,7 +223,7 @@ def test_adapters_with_a_forward_of_their_own_have_their_own_loss(make: Callable
         ("head", "lm_head is 'vocabulary' in the table, and logits of an adapter cannot be split"),
         (
             "experts",
-            "mlp.experts is 'experts' in the table, and ParamWrapper of peft adapts it; only LoRA",
+            "mlp.experts is 'experts' in the table, and lora.ParamWrapper of peft adapts it; only LoRA",
         ),
     ],
 )
