@@ -123,8 +123,8 @@ def _quantised_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
     if several:
         yield (
             f"{several[0]} and {len(several) - 1} others are {type(parameters[several[0]]).__name__}: of a "
-            "class that is several tensors, which no message between ranks carries; quantise with bitsandbytes, or "
-            "train an adapter of the weights as they were"
+            "class that is several tensors, which no message between ranks carries; quantise with "
+            "bitsandbytes, or train an adapter of the weights as they were"
         )
     if packed and (plan.frees_weights or plan.ranks > plan.data):
         yield (
