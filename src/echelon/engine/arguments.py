@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.engine.audit import MODES
 from echelon.engine.saving.restore import check_whole
@@ -42,6 +42,27 @@ def check_arguments(
         *_table_errors(tensor_table),
         *_weights_errors(weights),
     ]
+    raise_errors("the arguments of parallelize", errors)
+
+
+def check_objective(objective: object, loss: object, plan: Plan | str) -> None:
+    """Refuse an objective beside a loss, or where no rank can run the whole model."""
+    if objective is None:
+        return
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    errors = []
+    if not callable(objective):
+        errors.append(
+            f"objective is a {type(objective).__name__}: must be a function (model, batch) -> mean, "
+            "(total, count) or echelon.Sum(total)"
+        )
+    if loss is not None:
+        errors.append("objective and loss: the objective computes the loss itself; drop one of them")
+    if plan.stages > 1 or plan.context > 1 or plan.sequence:
+        errors.append(
+            f"objective with plan '{plan}': it calls the whole model, and with pipeline, context or sequence "
+            "a rank runs a part of its layers; give a loss(output, target), or use data, zero and tensor"
+        )
     raise_errors("the arguments of parallelize", errors)
 
 
@@ -220,40 +241,3 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
     elif not held and whole:
         errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
     return errors
-
-
-def check_loss(result: Any) -> None:
-    """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
-    if isinstance(result, tuple):
-        raise_errors("what the loss returned", _pair_errors(result))
-    else:
-        raise_errors("what the loss returned", _scalar_errors("the loss", result))
-
-
-def _pair_errors(result: tuple[Any, ...]) -> list[str]:
-    if len(result) != 2:
-        return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
-    total, count = result
-    errors = _scalar_errors("the total", total)
-    is_number = isinstance(count, Real) and not isinstance(count, bool)
-    if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
-        errors.append(f"the count {_described(count)}: must be one number; sum what is counted")
-    return errors
-
-
-def _scalar_errors(name: str, value: Any) -> list[str]:
-    if not isinstance(value, Tensor) or value.dim() > 0:
-        fix = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
-        return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {fix}"]
-    if torch.is_grad_enabled() and not value.requires_grad:
-        return [
-            f"{name} does not depend on the parameters, so nothing would be trained: compute it from the "
-            "model's output, without detach(), item() or torch.no_grad()"
-        ]
-    return []
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"is a tensor of shape {tuple(value.shape)}"
-    return f"is {'None' if value is None else 'a ' + type(value).__name__}"
