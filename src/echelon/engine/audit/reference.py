@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map, tree_map_only
 from echelon.engine.audit.gradient_comparison import Take
 from echelon.engine.audit.plain_form import PlainForm, late_hooks
 from echelon.engine.step.feed import to_device
-from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import AttributeSnapshot
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import call, cast, num_samples
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Loss, total_and_count
 
 Parameters = Mapping[str, nn.Parameter]
@@ -115,7 +116,7 @@ class Reference:
             stack.callback(AttributeSnapshot(self._model.modules()).restore)
             if not run.training:
                 self._model.eval()
-            with counting(samples, scope):
+            with CountedSamples(samples, scope):
                 output = call(self._model, cast(inputs, self.dtype))
                 total, count = total_and_count(self._loss(output, targets), samples)
             loss = total * run.scale / (1 if run.is_total else count)

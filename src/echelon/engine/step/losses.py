@@ -37,4 +37,6 @@ class Losses:
         if microbatch.normaliser is not None:  # in training
             normaliser = microbatch.normaliser.of_loss(count, targets.values, is_pair=is_pair)
             normaliser = normaliser / microbatch.loss_scale
+        if weight == 1:  # as in most plans; a product would be one more operation of both passes
+            return MicrobatchLoss(total, count, normaliser)
         return MicrobatchLoss(total * weight, count * weight, normaliser)
