@@ -25,7 +25,7 @@ from benchmarks.harness import tell, timed
 from echelon.data.image_batches import to_numbers
 from echelon.data.image_synthetic import CLASS_NAMES, draw
 from echelon.engine import Engine, parallelize
-from echelon.memory.gist import any_size
+from echelon.memory.gist.compression import any_size
 from echelon.models import ImageConfig, build_image
 from echelon.update.optim.learning_rate import by_name
 

@@ -27,7 +27,7 @@ from echelon.collectives.fingerprint import fingerprint
 from echelon.data import Batches, open_corpus
 from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.initialization import deferred
+from echelon.nn.initialization.initial_values import deferred
 from echelon.quantities import show_bytes, show_seconds
 from echelon.state.ownership import VALUE
 

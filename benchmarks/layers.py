@@ -23,15 +23,11 @@ from echelon.collectives import RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.models import ModelConfig
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import (
-    ParameterSet,
-    SharedGradient,
-    Sharing,
-    SingleReplica,
-    named_subset,
-    sum_within_stage,
-)
-from echelon.parallel.tensor import TABLES, Sharded, split_over
+from echelon.parallel.data.gradients import sum_within_stage
+from echelon.parallel.data.parameter_set import ParameterSet, SharedGradient, named_subset
+from echelon.parallel.data.sharing import Sharing, SingleReplica
+from echelon.parallel.tensor.split import Sharded, split_over
+from echelon.parallel.tensor.styles import TABLES
 from echelon.plan import Plan
 from echelon.sequence import View, assign
 from echelon.train.rehearsal import make_model

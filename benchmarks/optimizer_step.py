@@ -15,7 +15,7 @@ from benchmarks.compare import Row, compare
 from benchmarks.harness import alternate, timed
 from echelon.models import ModelConfig, build, preset
 from echelon.state.ownership import LocalParameter
-from echelon.update.precision import MasterStepper
+from echelon.update.precision.stepper import MasterStepper
 
 _BYTES_PER_PARAMETER = 30
 _SMALL = ModelConfig("gpt", layers=1, width=32, heads=2, vocab=64, sequence=16, tied=True)

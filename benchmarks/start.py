@@ -22,7 +22,7 @@ from benchmarks.harness import measuring_ranks
 from echelon.engine import parallelize
 from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.initialization import deferred
+from echelon.nn.initialization.initial_values import deferred
 from echelon.state.ownership import VALUE
 
 PLANS = {"data=4 zero=3": 20, "data=4 zero=3 shard=2": 10, "tensor=2 pipeline=2 microbatches=2": 20}  # layers

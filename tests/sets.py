@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from echelon.collectives import Group
-from echelon.parallel.data import ParameterSet, ShardGroups, SharedGradient, divide_units, named_subset
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, named_subset
+from echelon.parallel.data.zero.units import divide_units
 
 
 def set_of(

@@ -178,7 +178,7 @@ def test_the_arguments_of_parallelize_and_their_defaults_are_documented() -> Non
 def test_the_members_of_an_engine_are_documented() -> None:
     cells = " ".join(names for names, _ in table(README, "of an `engine`"))
     documented = set(re.findall(r"`(\w+)", cells))
-    public = {name for name in vars(Engine) if not name.startswith("_")}
+    public = {name for name in dir(Engine) if not name.startswith("_")}
     assert documented <= public
     assert public - documented == {"plan", "boundaries", "learning_rate", "optimizer"}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
     from echelon.nn.batch import Inputs
-    from echelon.nn.initialization import deferred
+    from echelon.nn.initialization.initial_values import deferred
     from echelon.plan import Plan
 
 __version__ = VERSION
@@ -42,7 +42,7 @@ _HOME = {
     "RankHung": "echelon.launching",
     "Ranks": "echelon.launching",
     "UserError": "echelon.errors",
-    "deferred": "echelon.nn.initialization",
+    "deferred": "echelon.nn.initialization.initial_values",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",
 }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from echelon.state.checkpoint.copies import MemoryFolder
+from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.train.events import Event, Restarting, Starting, Stepped
 from tests.chaos.kill import Kill
 

@@ -13,8 +13,8 @@ from typing import Any
 from safetensors.numpy import load
 
 from echelon.errors import UserError
-from echelon.state.checkpoint import SavedState
-from echelon.state.checkpoint.copies import MemoryFolder
+from echelon.state.checkpoint.copies.folder import MemoryFolder
+from echelon.state.checkpoint.saved import SavedState
 from echelon.train.events import Event, Restarting
 from echelon.train.jobs.job import Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train

@@ -15,7 +15,7 @@ from echelon.engine.start import fill
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset
-from echelon.nn.initialization import WeightSource
+from echelon.nn.initialization.initial_values import WeightSource
 from echelon.plan import Plan
 from echelon.state.ownership import OwnedSlice, whole_slice
 from tests.peak_memory import PeakMemory

@@ -13,7 +13,7 @@ import echelon
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.parallel.tensor import Table
+from echelon.parallel.tensor.styles import Table
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, vectors
 from tests.engine.test_deferred import counted, deferring, empty_batch

@@ -12,7 +12,8 @@ from echelon.collectives import Group, group_over
 from echelon.collectives.mesh import Mesh
 from echelon.engine import sharing
 from echelon.launching import Ranks
-from echelon.parallel.data import ParameterSet, SharedGradient, divide_units, named_subset
+from echelon.parallel.data.parameter_set import ParameterSet, SharedGradient, named_subset
+from echelon.parallel.data.zero.units import divide_units
 from echelon.verify.reference import train_on_one_device
 from tests.cases import adamw, mean_loss, vectors
 from tests.contract_models import CASES

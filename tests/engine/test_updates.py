@@ -16,7 +16,7 @@ from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import Plan
-from echelon.update.precision import DirectStepper, MasterStepper
+from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from echelon.update.synchronous_update import SynchronousUpdate
 from tests.cases import adamw, mean_loss
 

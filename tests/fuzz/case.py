@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate
-from echelon.nn.initialization import WeightSource, deferred
+from echelon.nn.initialization.initial_values import WeightSource, deferred
 from echelon.parallel.data import grad_accumulation
 from echelon.update.optim import SM3, Adafactor, CombinedOptimizer
-from echelon.update.precision import DynamicScale, LossScale
+from echelon.update.precision.loss_scaling import DynamicScale, LossScale
 from echelon.verify import Case
 from tests.contract_models import CASES, VOCAB
 from tests.fuzz.model_rules import LOW_PRECISIONS, NUM_EXPERTS, OF_TOKENS, TRANSFORMERS

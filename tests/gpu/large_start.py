@@ -19,7 +19,7 @@ from benchmarks.start import _peak, _restart_peak
 from echelon.engine import parallelize
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.initialization import deferred
+from echelon.nn.initialization.initial_values import deferred
 from echelon.state.ownership import VALUE
 from tests.gpu.nccl import environment
 

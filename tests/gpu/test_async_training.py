@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.update.async_training.host import Host, flat_buckets
 from echelon.update.async_training.server import Gradient
-from echelon.update.precision import DirectStepper
+from echelon.update.precision.stepper import DirectStepper
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from echelon.engine import Engine, parallelize
 from echelon.state.checkpoint.snapshot import SnapshotMemory
-from echelon.update.precision import DynamicScale, MasterStepper
+from echelon.update.precision.loss_scaling import DynamicScale
+from echelon.update.precision.stepper import MasterStepper
 from echelon.update.synchronous_update import SynchronousUpdate
 
 pytestmark = [

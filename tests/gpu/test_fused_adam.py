@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.state.ownership import LocalParameter
-from echelon.update.precision import MasterStepper
 from echelon.update.precision.fused_adam import FusedAdam
+from echelon.update.precision.stepper import MasterStepper
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.memory.gist import any_size
+from echelon.memory.gist.compression import any_size
 from echelon.memory.gist.packing import Layout
 from echelon.models import ModelConfig, build, build_image
 from tests.gpu.test_no_sync import waiting_raises

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from echelon.collectives import Group, naive_all_reduce, ring_all_reduce
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import put_together, ring_attention, take
-from echelon.parallel.data import AllReduce, ParameterServer, ParameterSet, ShardGroups, Sharing, Zero
+from echelon.parallel.data.all_reduce import AllReduce
+from echelon.parallel.data.parameter_server import ParameterServer
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups
+from echelon.parallel.data.sharing import Sharing
+from echelon.parallel.data.zero.zero import Zero
 from tests.nccl_like import NcclWorld
 from tests.sets import set_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from echelon.collectives import RecordingGroup
 from echelon.nn import buffer_snapshot
 from echelon.nn.buffer_snapshot import BufferSnapshot
-from echelon.parallel.data import Buffers
+from echelon.parallel.data.buffers import Buffers
 from tests.reads import HasReadError, no_reads
 
 

@@ -14,7 +14,7 @@ from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView
 from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.tensor import Table
+from echelon.parallel.tensor.styles import Table
 from echelon.plan import Plan
 from echelon.program import build as program
 from echelon.verify import Case, assert_equal

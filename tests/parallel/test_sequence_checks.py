@@ -17,7 +17,7 @@ from echelon.nn.experts import GShardGate
 from echelon.nn.sequence import WHOLE
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.tensor import Table
+from echelon.parallel.tensor.styles import Table
 from echelon.plan import Plan
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw

@@ -7,16 +7,10 @@ from torch.nn.utils import parametrizations
 
 from echelon.collectives import Ledger, RecordingGroup
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import (
-    Buffers,
-    ParameterSet,
-    SharedGradient,
-    Sharing,
-    SingleReplica,
-    Storages,
-    Zero,
-    named_subset,
-)
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.data.parameter_set import ParameterSet, SharedGradient, named_subset
+from echelon.parallel.data.sharing import Sharing, SingleReplica, Storages
+from echelon.parallel.data.zero.zero import Zero
 from echelon.parallel.stage import LocalStages, Stage, iterated_modules, no_iteration
 from echelon.program import build
 from echelon.state.ownership import LocalParameter, OwnedSlice, whole_slice

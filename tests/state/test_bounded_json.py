@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from echelon.errors import UserError
 from echelon.planner import read_profile
 from echelon.state.bounded_json import DEEPEST, _measure, parse_json
-from echelon.state.weight_files import read_headers, read_json
-from echelon.state.weight_files.weight_folder import INDEX
+from echelon.state.weight_files.weight_folder import INDEX, read_headers, read_json
 from echelon.train.runs.rollbacks import SkippedBatches
 from echelon.train.runs.run_folder import read_about
 

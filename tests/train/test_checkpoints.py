@@ -9,7 +9,7 @@ import pytest
 
 from echelon.engine import Engine
 from echelon.errors import UserError
-from echelon.state.checkpoint import SavedState
+from echelon.state.checkpoint.saved import SavedState
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import RolledBack
 from echelon.train.jobs.job import Job

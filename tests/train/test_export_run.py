@@ -15,7 +15,7 @@ from echelon.cli.main import run as command
 from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.models import build, build_image, cross_entropy, load_hf, load_image, preset
-from echelon.state.weight_files import read_headers
+from echelon.state.weight_files.weight_folder import read_headers
 from echelon.train.export_run import export_run
 from echelon.train.jobs.job import Job, ModelJob, as_plain
 

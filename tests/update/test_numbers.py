@@ -12,7 +12,7 @@ import torch
 
 from echelon.engine.step.runtime.flight import Microbatch
 from echelon.errors import UserError
-from echelon.parallel.data import Problem
+from echelon.parallel.data.sharing import Problem
 from echelon.update import numbers as numbers_module
 from echelon.update.numbers import HostCopy, Outcome, Scaling, StepNumbers, check_counted, scale
 from tests.reads import no_reads

@@ -8,7 +8,7 @@ import torch
 
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
-from echelon.parallel.data import Problem
+from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
 from echelon.update import synchronous_update

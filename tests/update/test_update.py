@@ -6,12 +6,14 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.errors import UserError
-from echelon.parallel.data import Buffers, Problem, SingleReplica
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.data.sharing import Problem, SingleReplica
 from echelon.parallel.stage import LocalStages, Stage
 from echelon.program import build
 from echelon.state.ownership import ENGINE
 from echelon.update.numbers import Outcome
-from echelon.update.precision import DirectStepper, DynamicScale, LossScale, LossScaling, MasterStepper
+from echelon.update.precision.loss_scaling import DynamicScale, LossScale, LossScaling
+from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from echelon.update.synchronous_update import SynchronousUpdate
 from tests.groups import DeferredGroup
 from tests.reads import no_reads

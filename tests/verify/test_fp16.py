@@ -12,7 +12,7 @@ from echelon.plan import Plan
 from echelon.program import Op
 from echelon.program.build import continuous_steps
 from echelon.update.optim import SM3, Adafactor
-from echelon.update.precision import DynamicScale
+from echelon.update.precision.loss_scaling import DynamicScale
 from echelon.verify import Case, LowPrecisionVerdict, verify
 from echelon.verify.reference import train_on_one_device
 from echelon.verify.replay import _made_in, train_by_formula

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory.recompute.selective import not_watched
-from echelon.nn.draws import not_intercepted
+from echelon.nn.draws.sample_draws import not_intercepted
 from echelon.nn.dropout.modules import KeyedDropout, draw_ahead, is_keyed
 from echelon.nn.experts import gates_of
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
-from echelon.parallel.tensor import prepare_compiling
+from echelon.parallel.tensor.modules import prepare_compiling
 from echelon.plan import Plan
 
 # Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8

@@ -20,7 +20,7 @@ from echelon.nn.tracing import without_compiling
 from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.stage import iterated_modules
 from echelon.plan import Plan
-from echelon.update.precision import LossScale
+from echelon.update.precision.loss_scaling import LossScale
 
 _Lookup = nn.Embedding | nn.EmbeddingBag
 

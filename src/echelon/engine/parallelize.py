@@ -23,21 +23,21 @@ from echelon.engine.step.balance import GateList
 from echelon.engine.step.batch_reader import BatchReader, read_sample
 from echelon.engine.step.samples import make_scopes
 from echelon.engine.updates import UpdateRule, make_update
-from echelon.memory.activation_offload import offload_activations
-from echelon.memory.gist import compress_layers
-from echelon.memory.recompute import recompute_layers
+from echelon.memory.activation_offload.offload import offload_activations
+from echelon.memory.gist.layer import compress_layers
+from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import SMALLEST_UNIT
+from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers
 from echelon.parallel.stage import LocalStages
-from echelon.parallel.tensor import Table
+from echelon.parallel.tensor.styles import Table
 from echelon.plan import Plan
 from echelon.state.ownership import StateNames
 from echelon.update.nonfinite import MOST_SKIPPED, Nonfinite
 from echelon.update.optim.local import Make
-from echelon.update.precision import LossScale
+from echelon.update.precision.loss_scaling import LossScale
 
 
 def parallelize(

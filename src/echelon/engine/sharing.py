@@ -10,29 +10,21 @@ from echelon.engine.arguments import check_resident_bytes
 from echelon.engine.stage_split import StageSplit
 from echelon.engine.start import take_memory
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import (
-    AllReduce,
-    Buffers,
-    HostPlace,
-    ParameterServer,
-    ParameterSet,
-    ShardGroups,
-    SharedGradient,
-    Sharing,
-    SingleReplica,
-    UnitAllReduce,
-    Zero,
-    accumulate_in_place,
-    check_worker_norms,
-    divide_units,
-    named_subset,
-    synchronize_batch_norm,
-)
-from echelon.parallel.expert import experts_of
+from echelon.parallel.data.all_reduce import AllReduce, UnitAllReduce
+from echelon.parallel.data.batch_norm import check_worker_norms, synchronize_batch_norm
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.data.grad_accumulation import accumulate_in_place
+from echelon.parallel.data.parameter_server import ParameterServer
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, named_subset
+from echelon.parallel.data.sharing import Sharing, SingleReplica
+from echelon.parallel.data.zero.host_weights import HostPlace
+from echelon.parallel.data.zero.units import divide_units
+from echelon.parallel.data.zero.zero import Zero
+from echelon.parallel.expert.modules import experts_of
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages, Stage
 from echelon.plan import Plan
-from echelon.update.async_training import WorkerGradients
+from echelon.update.async_training.update import WorkerGradients
 from echelon.update.offload.host_updates import check_host_memory, parameter_bytes
 
 

@@ -12,7 +12,7 @@ from echelon.engine.saving.restore import mark_split
 from echelon.errors import UserError
 from echelon.nn.layering import listed_layers, outside_layers
 from echelon.nn.wrapping import replaced_forward
-from echelon.parallel.data import SharedGradient
+from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.pipeline import (
     StageModule,
     Tie,

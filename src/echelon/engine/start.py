@@ -23,11 +23,12 @@ from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
 from echelon.nn.batch import DTYPES
 from echelon.nn.huggingface.families import frequencies
-from echelon.nn.initialization import WeightSource, is_deferred, named_tensors
-from echelon.parallel.data import Sharing, broadcast_packed
+from echelon.nn.initialization.initial_values import WeightSource, is_deferred, named_tensors
+from echelon.parallel.data.buffers import broadcast_packed
+from echelon.parallel.data.sharing import Sharing
 from echelon.parallel.data.zero.unit_agreement import describe
 from echelon.parallel.data.zero.weight_access import end_idle
-from echelon.parallel.expert import experts_of
+from echelon.parallel.expert.modules import experts_of
 from echelon.plan import AUTO, Plan
 from echelon.state.ownership import OwnedSlice, whole_slice
 

@@ -12,12 +12,12 @@ from echelon.engine.watch.watch import check_coupling
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import Sharing
+from echelon.parallel.data.sharing import Sharing
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter, own_run
-from echelon.update.async_training import AsyncUpdate, WorkerGradients
+from echelon.update.async_training.update import AsyncUpdate, WorkerGradients
 from echelon.update.gradient_checks import check_sparse_gradients
 from echelon.update.nonfinite import NonfiniteRule
 from echelon.update.offload.host_updates import (
@@ -31,20 +31,16 @@ from echelon.update.optim.needs import Need, check_parts, need_of
 from echelon.update.optim.optimizers import CombinedOptimizer
 from echelon.update.optim.sum_optimizer import SumOptimizer
 from echelon.update.parameter_parts import has_parts, make_exchange, make_routes
-from echelon.update.precision import (
+from echelon.update.precision.loss_scaling import LossScale, make_loss_scaling
+from echelon.update.precision.rounding import KeyedRounding, Placement, RoundingStepper, runs_of
+from echelon.update.precision.stepper import (
     DirectStepper,
-    KeyedRounding,
     LocalStepper,
-    LossScale,
     MasterStepper,
-    Placement,
-    RoundingStepper,
     Stepper,
-    WholeStepper,
     check_takes_units,
-    make_loss_scaling,
 )
-from echelon.update.precision.rounding import runs_of
+from echelon.update.precision.whole_stepper import WholeStepper
 from echelon.update.synchronous_update import SynchronousUpdate
 from echelon.update.update import Update
 

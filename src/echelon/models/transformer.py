@@ -30,7 +30,7 @@ from echelon.models.hf.config import config_differences, config_to_hf
 from echelon.models.hf.names import hf_layout
 from echelon.models.rotary import Rotary
 from echelon.nn.sequence import WHOLE
-from echelon.state.weight_files import WeightLayout
+from echelon.state.weight_files.layout import WeightLayout
 
 
 class Transformer(nn.Module):

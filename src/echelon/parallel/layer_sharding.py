@@ -25,8 +25,8 @@ from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
-from echelon.parallel.data import SharedGradient
-from echelon.parallel.expert import spread_experts
+from echelon.parallel.data.parameter_set import SharedGradient
+from echelon.parallel.expert.split import spread_experts
 from echelon.parallel.own_loss import OwnLoss
 from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
@@ -39,7 +39,10 @@ from echelon.parallel.sequence_checks import (
     check_weight_masks,
     classes_not_causal,
 )
-from echelon.parallel.tensor import Sharded, Table, number_layers, split_loss, split_over
+from echelon.parallel.tensor.loss import split_loss
+from echelon.parallel.tensor.modules import number_layers
+from echelon.parallel.tensor.split import Sharded, split_over
+from echelon.parallel.tensor.styles import Table
 from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.state.ownership import OwnedSlice

@@ -22,8 +22,8 @@ from echelon.nn.huggingface.modules import draws_by_head
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import replaced_forward
 from echelon.parallel.context import head_errors
-from echelon.parallel.tensor import Sharded
 from echelon.parallel.tensor.modules import is_matrix
+from echelon.parallel.tensor.split import Sharded
 from echelon.plan import Plan
 
 _MIXERS = (

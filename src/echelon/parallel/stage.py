@@ -16,7 +16,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from echelon.nn.batch import call_stage
-from echelon.parallel.data import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.data.gradients import sum_tied, sum_within_stage
+from echelon.parallel.data.sharing import Problem, Sharing, Storages
 from echelon.program import Program
 from echelon.state.ownership import LocalParameter, OwnedSlice
 

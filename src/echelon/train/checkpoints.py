@@ -15,7 +15,7 @@ import torch.distributed as dist
 from echelon.collectives.agreement import decide_on_rank_0
 from echelon.engine import Engine
 from echelon.errors import UserError
-from echelon.state.checkpoint import CheckpointFolder
+from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.train.data_position import DataPosition
 from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Stepped
 from echelon.train.jobs.job import Job

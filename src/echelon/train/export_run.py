@@ -15,19 +15,14 @@ from torch import Tensor, nn
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import ModelConfig, build_without_memory
 from echelon.nn.huggingface import config_json, weight_layout
-from echelon.state.checkpoint import SavedState
 from echelon.state.checkpoint.folder import RUN_FILE, find_checkpoint, find_run, one_before_is_named
+from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import MASTER, VALUE, Slice, StateNames
-from echelon.state.weight_files import (
-    SHARD_BYTES,
-    TensorEntry,
-    read_json,
-    tensor_errors,
-    whole,
-    write_folder,
-    write_weights,
-)
 from echelon.state.weight_files.dcp_folder import write_dcp
+from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder, write_weights
+from echelon.state.weight_files.layout import tensor_errors, whole
+from echelon.state.weight_files.tensor_file import TensorEntry
+from echelon.state.weight_files.weight_folder import read_json
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_file import read_values
 from echelon.train.runs.run_folder import link_errors

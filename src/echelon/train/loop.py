@@ -16,7 +16,7 @@ from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit import AuditResult, Mode
 from echelon.errors import UserError
 from echelon.launching import host_work
-from echelon.nn.initialization import deferred
+from echelon.nn.initialization.initial_values import deferred
 from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError, raise_errors
-from echelon.parallel.data import SingleReplica
+from echelon.parallel.data.sharing import SingleReplica
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.update.optim.local import begin_like

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.parallel.data import Problem, clip_factor
+from echelon.parallel.data.gradients import clip_factor
+from echelon.parallel.data.sharing import Problem
 
 Number = float | Tensor
 Flag = bool | Tensor

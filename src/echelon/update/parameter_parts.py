@@ -19,7 +19,7 @@ from echelon.plan import Plan
 from echelon.state.assembly import exchange_slices
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run
 from echelon.update.optim.sum_optimizer import Exchange, Part, Round, whole_box
-from echelon.update.precision import LocalStepper
+from echelon.update.precision.stepper import LocalStepper
 from echelon.update.precision.whole_stepper import PartRoute, Routes, WholeRoute
 
 

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from echelon.collectives import Group
 from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError
-from echelon.parallel.data import Problem, squared_norm
+from echelon.parallel.data.gradients import squared_norm
+from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
-from echelon.state.checkpoint import SavedParameter, SavedState, numbers_of
+from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
 from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, check_counted, scale
 from echelon.update.optim.learning_rate import LearningRate
-from echelon.update.precision import LossScaling, Stepper
+from echelon.update.precision.loss_scaling import LossScaling
+from echelon.update.precision.stepper import Stepper
 from echelon.update.unit_updates import UnitUpdates
 from echelon.update.update import InWhole, Update
 

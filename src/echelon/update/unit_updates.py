@@ -13,10 +13,11 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.parallel.data import Sharing, SummedUnit, squared_norm
+from echelon.parallel.data.gradients import squared_norm
+from echelon.parallel.data.sharing import Sharing, SummedUnit
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import Flag
-from echelon.update.precision import Stepper, check_takes_units, with_gradients
+from echelon.update.precision.stepper import Stepper, check_takes_units, with_gradients
 
 
 @final

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.state.checkpoint import SavedState
+from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers
-from echelon.update.precision import LossScaling
+from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.unit_updates import UnitUpdates
 
 InWhole = Callable[[OwnedSlice], list[OwnedSlice]]

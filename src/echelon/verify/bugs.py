@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.collectives import CompletedWork, Group, Handle, Ledger, Work
 from echelon.engine import Engine
-from echelon.engine.step.runtime import MicrobatchLoss
+from echelon.engine.step.runtime.flight import MicrobatchLoss
 from echelon.memory.recompute.segment import RecomputedLayer
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.losses import IGNORED_TARGET

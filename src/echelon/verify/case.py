@@ -16,7 +16,7 @@ from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.modules import recurrent_dropout
 from echelon.nn.huggingface.families import frequencies
 from echelon.nn.huggingface.modules import casts_to_float32
-from echelon.nn.initialization import is_deferred
+from echelon.nn.initialization.initial_values import is_deferred
 from echelon.nn.wrapping import Wrapper, Wrapping
 
 

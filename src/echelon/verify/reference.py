@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.nn.batch import tensors_of
-from echelon.nn.draws import EVALUATION, SampleDraws
+from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
 from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.dropout.training_position import scope
 from echelon.nn.experts import after_step, auxiliary_loss, gates_of
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 from echelon.nn.wrapping import Wrapping
-from echelon.update.precision import DynamicScale
+from echelon.update.precision.loss_scaling import DynamicScale
 from echelon.update.update import Push
 from echelon.verify.case import Case, cast_floats
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from echelon.collectives import CompletedWork, Group, Work
 from echelon.engine import Engine
-from echelon.parallel.data import Sharing
 from echelon.parallel.data.reducer import Reducer
+from echelon.parallel.data.sharing import Sharing
 from echelon.verify.bugs import Change, Message, alter, lose, replace_method
 
 

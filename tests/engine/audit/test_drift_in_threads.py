@@ -12,7 +12,10 @@ from echelon.collectives import Group, Ledger, RecordingGroup
 from echelon.engine.audit.drift import Copies, DriftCheck, find_copies
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import AllReduce, ShardGroups, SharedGradient, Sharing, Zero
+from echelon.parallel.data.all_reduce import AllReduce
+from echelon.parallel.data.parameter_set import ShardGroups, SharedGradient
+from echelon.parallel.data.sharing import Sharing
+from echelon.parallel.data.zero.zero import Zero
 from tests.sets import set_of
 from tests.thread_ranks import ThreadGroup, run_threads
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives.boundary import FETCH, STORE
 from echelon.errors import UserError
-from echelon.memory.activation_offload import ActivationOffload, offload
+from echelon.memory.activation_offload import offload
+from echelon.memory.activation_offload.offload import ActivationOffload
 from tests.cases import adamw
 from tests.contract_models import class_loss
 from tests.engine.test_compiling import backend as other_backend

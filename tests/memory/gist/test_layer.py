@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.memory.gist import uncompressed
+from echelon.memory.gist.compression import uncompressed
 from echelon.models import ModelConfig, build
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 

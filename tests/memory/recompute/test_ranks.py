@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
-from echelon.parallel.data import Zero
+from echelon.parallel.data.zero.zero import Zero
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
 from tests.contract_models import SEQUENCE, VOCAB, class_loss, images, token_loss, tokens

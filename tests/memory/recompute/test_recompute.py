@@ -2,8 +2,7 @@
 
 import pytest
 
-from echelon.memory.recompute import backward_follows
-from echelon.memory.recompute.recompute import divide
+from echelon.memory.recompute.recompute import backward_follows, divide
 from echelon.plan import Plan
 from echelon.program.build import step_program
 

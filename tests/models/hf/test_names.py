@@ -5,7 +5,7 @@ import torch
 
 from echelon.models import build, save_hf
 from echelon.state.ownership import run_slices
-from echelon.state.weight_files import WeightFolder
+from echelon.state.weight_files.weight_folder import WeightFolder
 from tests.models.conftest import SMALL
 
 

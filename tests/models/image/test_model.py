@@ -3,7 +3,7 @@ import torch
 
 from echelon.errors import UserError
 from echelon.models import build_image, image_preset
-from echelon.nn.initialization import deferred
+from echelon.nn.initialization.initial_values import deferred
 from echelon.verify import assert_equal
 from tests.models.image_cases import NETWORKS, image_case
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.nn.draws import SampleDraws
+from echelon.nn.draws.sample_draws import SampleDraws
 from echelon.nn.dropout.training_position import scope
 
 Draw = Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from echelon.nn.draws import SampleDraws
+from echelon.nn.draws.sample_draws import SampleDraws
 from echelon.nn.dropout.training_position import current, restore, scope
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.models import build
-from echelon.nn.initialization import WeightSource, deferred, is_deferred, named_tensors
+from echelon.nn.initialization.initial_values import WeightSource, deferred, is_deferred, named_tensors
 from echelon.nn.initialization.tape import Tape, recording
 from echelon.state.ownership import Slice
 

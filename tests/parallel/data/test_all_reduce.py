@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives import Ledger, RecordingGroup, TorchGroup
 from echelon.launching import Ranks
-from echelon.parallel.data import AllReduce
+from echelon.parallel.data.all_reduce import AllReduce
 from echelon.verify import Case, assert_equal
 from tests.cases import Branching, Perceptron, adamw, mean_loss, signed_vectors, vectors
 from tests.groups import DeferredGroup

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.parallel.data import AllReduce, ParameterServer
+from echelon.parallel.data.all_reduce import AllReduce
+from echelon.parallel.data.parameter_server import ParameterServer
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 

@@ -10,7 +10,6 @@ import echelon
 from echelon.collectives import RecordingGroup
 from echelon.collectives.buffer_layout import BufferLayout
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import ParameterSet, ShardGroups, SingleReplica
 from echelon.parallel.data.buckets import (
     Bucket,
     GradientKind,
@@ -24,6 +23,8 @@ from echelon.parallel.data.buckets import (
     weight_dtype,
     without_gradients,
 )
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups
+from echelon.parallel.data.sharing import SingleReplica
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.gradient_sums import GradientSums, preallocate
 from echelon.parallel.data.zero.zero import Zero

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.launching import Ranks
-from echelon.parallel.data import Buffers
 from echelon.parallel.data import buffers as buffers_module
-from echelon.parallel.data.buffers import broadcast_packed
+from echelon.parallel.data.buffers import Buffers, broadcast_packed
 from tests.cases import adamw, mean_loss, vectors
 from tests.reads import HasReadError, no_reads
 from tests.thread_ranks import run_threads

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from echelon.collectives import Group
-from echelon.parallel.data import Buffers, buffers
+from echelon.parallel.data import buffers
+from echelon.parallel.data.buffers import Buffers
 from tests.thread_ranks import ThreadGroup, run_threads
 
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
-from echelon.parallel.data import ShardGroups, buffers
+from echelon.parallel.data import buffers
 from echelon.parallel.data.buffers import broadcast_packed
+from echelon.parallel.data.parameter_set import ShardGroups
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.gradient_sums import GradientSums
 from echelon.update.precision.flat_memory import as_float32, divide

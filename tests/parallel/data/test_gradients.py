@@ -9,15 +9,9 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.launching import Ranks
-from echelon.parallel.data import (
-    SharedGradient,
-    SingleReplica,
-    clip_factor,
-    squared_norm,
-    sum_tied,
-    sum_within_stage,
-)
-from echelon.parallel.data.gradients import _gradients
+from echelon.parallel.data.gradients import _gradients, clip_factor, squared_norm, sum_tied, sum_within_stage
+from echelon.parallel.data.parameter_set import SharedGradient
+from echelon.parallel.data.sharing import SingleReplica
 from tests.reads import no_reads
 from tests.sets import set_of
 

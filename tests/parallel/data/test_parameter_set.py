@@ -14,7 +14,7 @@ from echelon.collectives import RecordingGroup
 from echelon.engine.saving.restore import check_whole
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.parallel.data import ParameterSet, ShardGroups, SharedGradient, named_subset
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, named_subset
 from tests.cases import adamw, mean_loss, vectors
 
 GROUP = RecordingGroup("tied")

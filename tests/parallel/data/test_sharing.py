@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from echelon.collectives import RecordingGroup
-from echelon.parallel.data import SharedGradient, SingleReplica
-from echelon.parallel.data.sharing import local_gradients, own_whole
+from echelon.parallel.data.parameter_set import SharedGradient
+from echelon.parallel.data.sharing import SingleReplica, local_gradients, own_whole
 from echelon.state.ownership import LocalParameter
 from tests.sets import set_of
 

@@ -11,15 +11,12 @@ import pytest
 
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import (
-    AllReduce,
-    HostPlace,
-    ParameterServer,
-    ShardGroups,
-    Sharing,
-    UnitAllReduce,
-    Zero,
-)
+from echelon.parallel.data.all_reduce import AllReduce, UnitAllReduce
+from echelon.parallel.data.parameter_server import ParameterServer
+from echelon.parallel.data.parameter_set import ShardGroups
+from echelon.parallel.data.sharing import Sharing
+from echelon.parallel.data.zero.host_weights import HostPlace
+from echelon.parallel.data.zero.zero import Zero
 from tests.parallel.data.traces import Trace, TracedGroup, TracedLedger, make_model, trace_steps
 from tests.sets import set_of
 

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import ShardGroups, SharedGradient, Sharing, SummedUnit, UnitAllReduce, Zero
+from echelon.parallel.data.all_reduce import UnitAllReduce
+from echelon.parallel.data.parameter_set import ShardGroups, SharedGradient
+from echelon.parallel.data.sharing import Sharing, SummedUnit
+from echelon.parallel.data.zero.zero import Zero
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 

@@ -14,7 +14,7 @@ from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import Zero
+from echelon.parallel.data.zero.zero import Zero
 from echelon.verify import assert_equal
 from tests.cases import adamw
 from tests.contract_models import CASES, token_loss, tokens

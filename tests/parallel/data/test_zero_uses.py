@@ -10,9 +10,11 @@ from echelon.collectives import Group, Ledger, RecordingGroup
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import HostPlace, SharedGradient, Zero
+from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.data.sharing import Problem
+from echelon.parallel.data.zero.host_weights import HostPlace
 from echelon.parallel.data.zero.weight_access import FreedParameter
+from echelon.parallel.data.zero.zero import Zero
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 from tests.thread_ranks import run_threads

@@ -17,7 +17,8 @@ from echelon.collectives import Ledger
 from echelon.collectives.boundary import AXIS as HOST
 from echelon.collectives.group import Reduction, Work
 from echelon.collectives.ledger import Move, Traffic
-from echelon.parallel.data import Sharing, SummedUnit, Zero
+from echelon.parallel.data.sharing import Sharing, SummedUnit
+from echelon.parallel.data.zero.zero import Zero
 from tests.groups import PartialGroup
 
 

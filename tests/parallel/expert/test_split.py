@@ -15,8 +15,8 @@ from echelon.models import cross_entropy
 from echelon.nn.experts import Experts, gates_of
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping, find_wrapper
-from echelon.parallel.expert import experts_of, spread_experts
-from echelon.parallel.expert.modules import SpreadExperts
+from echelon.parallel.expert.modules import SpreadExperts, experts_of
+from echelon.parallel.expert.split import spread_experts
 from echelon.parallel.layer_sharding import SharedPositions
 from tests.cases import adamw
 from tests.nn.experts.models import make_model

@@ -13,7 +13,7 @@ from echelon.models import cross_entropy
 from echelon.nn.layering import listed_layers
 from echelon.nn.sequence import WHOLE
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import split_over
+from echelon.parallel.tensor.split import split_over
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, stop
 from tests.parallel.tensor.models import gpt, language_case

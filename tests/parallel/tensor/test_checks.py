@@ -8,7 +8,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import Sharded, Table, split_over
+from echelon.parallel.tensor.split import Sharded, split_over
+from echelon.parallel.tensor.styles import Table
 
 
 def split(model: nn.Module, table: Table, *, sequence: bool = False) -> Sharded:

@@ -14,7 +14,7 @@ from echelon.collectives import RecordingGroup
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import split_over
+from echelon.parallel.tensor.split import split_over
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
 

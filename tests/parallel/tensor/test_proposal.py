@@ -5,8 +5,8 @@ from torch import nn
 
 from echelon.collectives import RecordingGroup
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import split_over
 from echelon.parallel.tensor.proposal import propose
+from echelon.parallel.tensor.split import split_over
 
 
 class Separate(nn.Module):

@@ -14,7 +14,8 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.wrapping import Wrapping, is_wrapped
-from echelon.parallel.tensor import Table, split_over
+from echelon.parallel.tensor.split import split_over
+from echelon.parallel.tensor.styles import Table
 from echelon.state.ownership import VALUE
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, vectors

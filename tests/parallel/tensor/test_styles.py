@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.parallel.tensor import TABLES
-from echelon.parallel.tensor.styles import MODULE_WORDS, NUMBER_WORDS, Style, Styles
+from echelon.parallel.tensor.styles import MODULE_WORDS, NUMBER_WORDS, TABLES, Style, Styles
 from echelon.state.ownership import OwnedSlice, Slice, run_slices, whole_slice
 from echelon.state.shards import Shard
 

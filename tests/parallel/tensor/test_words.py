@@ -10,8 +10,8 @@ from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
 from echelon.models import cross_entropy
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import Sharded, Table, split_over
-from echelon.parallel.tensor.split import TakeHeads
+from echelon.parallel.tensor.split import Sharded, TakeHeads, split_over
+from echelon.parallel.tensor.styles import Table
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
 from tests.parallel.tensor.words import TABLE, Model, batch

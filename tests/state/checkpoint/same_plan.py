@@ -12,7 +12,7 @@ from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.experts import Experts, MixtureOfExperts, SigmoidGate
 from echelon.plan import Plan
 from echelon.update.optim import SM3, Adafactor, CombinedOptimizer
-from echelon.update.precision import DynamicScale
+from echelon.update.precision.loss_scaling import DynamicScale
 from echelon.verify import Case
 from echelon.verify.contract import make_engine
 from tests.cases import random_tokens

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import RecordingGroup
-from echelon.state.checkpoint import Manifest, SavedState, SaveOptions, Saver, open_whole
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.save import Saver
+from echelon.state.checkpoint.saved import SavedState, open_whole
 from echelon.state.checkpoint.snapshot import Snapshot
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from echelon.errors import UserError
-from echelon.state.checkpoint import CheckpointFolder, SavedState, open_whole
+from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.state.checkpoint.manifest import MANIFEST
+from echelon.state.checkpoint.saved import SavedState, open_whole
 from tests.state.checkpoint.small import FILES, write_small
 
 NAMES = (MANIFEST, *FILES)

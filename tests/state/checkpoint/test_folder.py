@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint import CheckpointFolder, SavedState
-from echelon.state.checkpoint.folder import find_checkpoint, find_run, one_before_is_named, removed
+from echelon.state.checkpoint.folder import (
+    CheckpointFolder,
+    find_checkpoint,
+    find_run,
+    one_before_is_named,
+    removed,
+)
+from echelon.state.checkpoint.saved import SavedState
 from tests.state.checkpoint.saving import check_saved, names, new_saver, read, save, state
 
 

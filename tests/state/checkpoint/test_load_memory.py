@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.engine import parallelize
 from echelon.launching import Ranks
-from echelon.state.checkpoint import SavedState
+from echelon.state.checkpoint.saved import SavedState
 from tests.peak_memory import PeakMemory
 
 PLAN = "data=2 zero=3 precision=fp32"

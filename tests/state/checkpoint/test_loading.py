@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine import Engine, parallelize
 from echelon.errors import UserError
-from echelon.state.checkpoint import SavedState
 from echelon.state.checkpoint.manifest import MANIFEST
+from echelon.state.checkpoint.saved import SavedState
 from echelon.state.weight_files import tensor_file
 from echelon.state.weight_files.tensor_file import read_header
 from echelon.update.optim import CombinedOptimizer

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from echelon.state.checkpoint import SaveOptions, rank_save
-from echelon.state.checkpoint.rank_save import RankSave
+from echelon.state.checkpoint import rank_save
+from echelon.state.checkpoint.rank_save import RankSave, SaveOptions
 
 
 def test_rank_0_asks_for_reports_in_order_fifty_times_a_second(

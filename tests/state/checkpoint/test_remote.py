@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint import CheckpointFolder, SavedState, open_whole, storage_errors
+from echelon.state.checkpoint import storage_errors
+from echelon.state.checkpoint.folder import CheckpointFolder
+from echelon.state.checkpoint.saved import SavedState, open_whole
 from echelon.state.checkpoint.target import target_at
 from tests.state.checkpoint.saving import check_saved, new_saver, read, save, save_and_finish, state
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from echelon.errors import UserError
-from echelon.state.checkpoint import SaveOptions, assignment, part_writer, storage_errors
+from echelon.state.checkpoint import assignment, part_writer, storage_errors
 from echelon.state.checkpoint import save as save_module
 from echelon.state.checkpoint.file_checks import BLOCK_BYTES
 from echelon.state.checkpoint.part_writer import DirectFile
+from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.save import Saver
 from echelon.state.checkpoint.target import FolderTarget
 from tests.peak_memory import PeakMemory

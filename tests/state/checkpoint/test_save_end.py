@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from echelon.state.checkpoint import SaveOptions
 from echelon.state.checkpoint import save as save_module
+from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.save import _BackgroundSave
 from echelon.state.checkpoint.snapshot import nothing
 from tests.state.checkpoint.saving import check_saved, new_saver, save, state

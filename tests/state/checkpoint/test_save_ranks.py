@@ -16,8 +16,10 @@ import echelon
 from echelon.engine.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.state.checkpoint import CheckpointFolder, open_whole, snapshot, target
+from echelon.state.checkpoint import snapshot, target
+from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.state.checkpoint.part_writer import DirectFile
+from echelon.state.checkpoint.saved import open_whole
 from tests.cases import Perceptron, adamw, mean_loss, vectors
 from tests.state.checkpoint.saving import copying_late, names, read
 

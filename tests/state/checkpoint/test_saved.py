@@ -9,9 +9,9 @@ import torch.distributed as dist
 import echelon.state.checkpoint.saved
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.state.checkpoint import number_errors, numbers_of, open_whole
 from echelon.state.checkpoint.file_checks import check_hash, share_files
 from echelon.state.checkpoint.manifest import FileRecord
+from echelon.state.checkpoint.saved import number_errors, numbers_of, open_whole
 from tests.state.checkpoint.small import FILES, write_small
 
 Warm = Callable[[int], Ranks]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.errors import UserError
-from echelon.state.checkpoint import CheckpointFolder, open_whole
 from echelon.state.checkpoint import target as target_module
+from echelon.state.checkpoint.folder import CheckpointFolder
+from echelon.state.checkpoint.saved import open_whole
 from echelon.state.ownership import Slice
 from tests.state.checkpoint.saving import check_saved, copying_late, names, new_saver, read, save, state
 

@@ -7,7 +7,8 @@ import fsspec
 import pytest
 
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint import SavedState, storage
+from echelon.state.checkpoint import storage
+from echelon.state.checkpoint.saved import SavedState
 from tests.state.checkpoint.saving import new_saver, save, state
 
 

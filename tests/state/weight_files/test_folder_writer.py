@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.weight_files import TensorEntry, read_headers, write_folder
-from echelon.state.weight_files.folder_writer import SHARD_BYTES, split_shards
+from echelon.state.weight_files.folder_writer import SHARD_BYTES, split_shards, write_folder
+from echelon.state.weight_files.tensor_file import TensorEntry
+from echelon.state.weight_files.weight_folder import read_headers
 
 TENSORS = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
 ENTRIES = [TensorEntry(name, (10,), torch.float32) for name in TENSORS]

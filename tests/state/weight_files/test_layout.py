@@ -9,13 +9,19 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.state.ownership import VALUE, Slice
-from echelon.state.weight_files import (
-    TensorEntry,
+from echelon.state.weight_files.layout import (
+    FileTensor,
+    Piece,
+    Region,
     WeightLayout,
+    Window,
+    is_same,
     plain_layout,
+    read_pieces,
+    whole,
     whole_tensor,
 )
-from echelon.state.weight_files.layout import FileTensor, Piece, Region, Window, is_same, read_pieces, whole
+from echelon.state.weight_files.tensor_file import TensorEntry
 
 
 class Model(nn.Module):

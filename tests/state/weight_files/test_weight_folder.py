@@ -12,16 +12,10 @@ from torch import nn
 
 from echelon.errors import UserError
 from echelon.state.ownership import run_slices, whole_slice
-from echelon.state.weight_files import (
-    WeightFolder,
-    WeightLayout,
-    plain_layout,
-    read_headers,
-    read_json,
-    weight_folder,
-    whole,
-)
+from echelon.state.weight_files import weight_folder
+from echelon.state.weight_files.layout import WeightLayout, plain_layout, whole
 from echelon.state.weight_files.tensor_file import StoredTensor, read_box
+from echelon.state.weight_files.weight_folder import WeightFolder, read_headers, read_json
 
 
 class Tied(nn.Module):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UserError
-from echelon.state.checkpoint.copies import MemoryFolder
+from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.train.events import Stepped
 from echelon.train.metrics_file import METRICS, line_of
 from echelon.train.runs.resume import resume

@@ -12,7 +12,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.launching import RankFailed
-from echelon.state.checkpoint.copies import MemoryFolder
+from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.train.events import FROM_DISK, Event, Noted, Restarting, Started
 from echelon.train.jobs.job import Job, OptimizerJob, check
 from echelon.train.runs import supervisor

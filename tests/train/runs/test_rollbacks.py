@@ -17,7 +17,7 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.state.checkpoint import CheckpointFolder
+from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.train import loop
 from echelon.train.display import Display
 from echelon.train.events import Event, RolledBack, Started, Stepped

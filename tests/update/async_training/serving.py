@@ -15,7 +15,7 @@ from echelon.update.async_training import port
 from echelon.update.async_training.host import Connection, Host, flat_buckets
 from echelon.update.async_training.port import RemotePort
 from echelon.update.async_training.server import Gradient, PushResult, Server
-from echelon.update.precision import DirectStepper
+from echelon.update.precision.stepper import DirectStepper
 from tests.groups import QueueGroup, Queues
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.update.async_training import host
 from echelon.update.async_training.host import Host, flat_buckets
-from echelon.update.precision import DirectStepper, MasterStepper
+from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from tests.update.async_training.serving import Remote, Served, sgd
 
 pytestmark = pytest.mark.usefixtures("packed")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
-from echelon.update.async_training import WorkerGradients
+from echelon.update.async_training.update import WorkerGradients
 from echelon.update.optim import constant
 from echelon.update.update import Push
 from echelon.verify import Case, assert_equal

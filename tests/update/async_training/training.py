@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import echelon
-from echelon.update.async_training import AsyncUpdate
+from echelon.update.async_training.update import AsyncUpdate
 from echelon.update.update import Push
 from echelon.verify import Case, reference
 

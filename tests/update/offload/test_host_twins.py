@@ -10,7 +10,7 @@ from echelon.collectives import Ledger
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.state.ownership import LocalParameter
 from echelon.update.offload.host_twins import HostTwins, Twin
-from echelon.update.precision import KeyedRounding
+from echelon.update.precision.rounding import KeyedRounding
 
 
 def test_a_rank_that_holds_nothing_of_a_unit_calls_its_optimizer_too() -> None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon import parallelize
-from echelon.state.checkpoint import SavedParameter
-from echelon.state.checkpoint.saved import SavedState
+from echelon.state.checkpoint.saved import SavedParameter, SavedState
 from echelon.update.optim import SM3, Adafactor, CombinedOptimizer, optimizer_state
 from echelon.update.optim.needs import inner_optimizers
 from echelon.update.optim.optimizer_state import has_no_state, load_state, state_forms

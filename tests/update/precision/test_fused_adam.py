@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.state.ownership import LocalParameter
-from echelon.update.precision import MasterStepper
 from echelon.update.precision.fused_adam import FusedAdam, Prepared
+from echelon.update.precision.stepper import MasterStepper
 from tests.update.precision.adam_on_cpu import adam_on_cpu
 
 SHAPES = [(3,), (4, 5), (600,), (2, 3)]

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.update.precision import DynamicScale, LossScaling, make_loss_scaling
-from echelon.update.precision.loss_scaling import LossScale, loss_scale_errors
+from echelon.update.precision.loss_scaling import (
+    DynamicScale,
+    LossScale,
+    LossScaling,
+    loss_scale_errors,
+    make_loss_scaling,
+)
 from tests.reads import no_reads
 
 GOOD, OVERFLOW, REFUSED, BOTH = (False, False), (True, False), (False, True), (True, True)

@@ -17,7 +17,7 @@ from echelon.engine import Engine, Metrics
 from echelon.engine.step.step_counter import MOST_SKIPPED
 from echelon.launching import Ranks
 from echelon.state.ownership import ENGINE
-from echelon.update.precision import DynamicScale
+from echelon.update.precision.loss_scaling import DynamicScale
 from tests.cases import counted_loss, mean_loss, sgd
 from tests.marked_gradients import overflow
 from tests.overflows import WIDTH, marked_model, marked_vectors

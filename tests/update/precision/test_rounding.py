@@ -13,9 +13,17 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.nn.hashing import hash_of
 from echelon.state.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
-from echelon.update.precision import KeyedRounding, Placement, RoundingStepper, flat_memory, rounding
+from echelon.update.precision import flat_memory, rounding
 from echelon.update.precision.optimizer_call import HostCall
-from echelon.update.precision.rounding import ElementRuns, round_stochastically, runs_of, whole_run
+from echelon.update.precision.rounding import (
+    ElementRuns,
+    KeyedRounding,
+    Placement,
+    RoundingStepper,
+    round_stochastically,
+    runs_of,
+    whole_run,
+)
 from tests.peak_memory import PeakMemory
 
 CPU = torch.device("cpu")

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.state.ownership import MASTER, LocalParameter
 from echelon.update.optim import CombinedOptimizer
-from echelon.update.precision import DirectStepper, MasterStepper, flat_memory, stepper
+from echelon.update.precision import flat_memory, stepper
 from echelon.update.precision.optimizer_call import DeviceCall, HostCall
+from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from tests.peak_memory import PeakMemory
 from tests.update.precision.adam_on_cpu import adam_on_cpu
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from echelon.collectives import Group, RecordingGroup
 from echelon.nn.hashing import hash_of
 from echelon.state.ownership import MASTER, LocalParameter, own_run, run_slices
-from echelon.update.precision import KeyedRounding, WholeStepper
 from echelon.update.precision.optimizer_call import HostCall
-from echelon.update.precision.rounding import round_stochastically, whole_run
-from echelon.update.precision.whole_stepper import PartRoute, Routes, WholeRoute
+from echelon.update.precision.rounding import KeyedRounding, round_stochastically, whole_run
+from echelon.update.precision.whole_stepper import PartRoute, Routes, WholeRoute, WholeStepper
 from tests.thread_ranks import run_threads
 
 SHAPE = (3, 4)

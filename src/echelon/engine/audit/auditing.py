@@ -35,7 +35,7 @@ from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.tensor import split_loss
+from echelon.parallel.tensor.loss import split_loss
 from echelon.state.ownership import OwnedSlice, StateNames
 from echelon.update.numbers import HostCopy
 

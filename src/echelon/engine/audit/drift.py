@@ -24,7 +24,8 @@ from echelon.collectives.agreement import RankAgreement, gather_rows
 from echelon.collectives.fingerprint import device_fingerprint, measures, near
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.parallel.data import Sharing, Zero
+from echelon.parallel.data.sharing import Sharing
+from echelon.parallel.data.zero.zero import Zero
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.update.numbers import HostCopy

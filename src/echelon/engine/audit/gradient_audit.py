@@ -43,7 +43,7 @@ from echelon.engine.step.side_effects import (
     without_side_effects,
 )
 from echelon.errors import UserError
-from echelon.memory.gist import uncompressed
+from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run
 

@@ -9,7 +9,10 @@ from echelon.engine.saving.loading import Loading
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
 from echelon.parallel.observer import StepObserver
-from echelon.state.checkpoint import Manifest, SavedState, SaveOptions, Saver, open_whole
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.save import Saver
+from echelon.state.checkpoint.saved import SavedState, open_whole
 from echelon.state.ownership import OwnedSlice, Slice
 
 

@@ -27,7 +27,7 @@ from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor.modules import Column
 from echelon.parallel.tensor.regions import Multiplier
 from echelon.state.bounded_json import parse_json
-from echelon.state.checkpoint import Manifest
+from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
 from echelon.state.ownership import ENGINE, VALUE, OwnedSlice, Slice, whole_slice
 from echelon.state.weight_files.tensor_file import DTYPES

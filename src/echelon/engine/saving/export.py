@@ -13,7 +13,7 @@ from echelon.nn.huggingface.modules import is_pretrained
 from echelon.nn.huggingface.weight_layouts import write_generation_config
 from echelon.state.assembly import Assembly, Key
 from echelon.state.ownership import VALUE, StateNames
-from echelon.state.weight_files import write_folder
+from echelon.state.weight_files.folder_writer import write_folder
 
 
 def export(

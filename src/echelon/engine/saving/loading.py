@@ -33,7 +33,7 @@ from echelon.engine.saving.engine_state import (
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError, raise_errors
 from echelon.state.bounded_json import parse_json
-from echelon.state.checkpoint import SavedState, number_errors, numbers_of
+from echelon.state.checkpoint.saved import SavedState, number_errors, numbers_of
 from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.layout import whole
 from echelon.update.optim.needs import inner_optimizers

@@ -9,7 +9,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.runtime import Script, Versions
+from echelon.engine.step.runtime.script import Script
+from echelon.engine.step.runtime.versions import Versions
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.parallel.observer import ForwardPass, StepObserver

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
-from echelon.engine.step.runtime import Microbatch
+from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.samples import Scopes
 from echelon.nn.batch import DTYPES, Batch, cast, microbatches, num_samples, shared_inputs, tensors_of
 from echelon.nn.dropout.training_position import CountedSamples

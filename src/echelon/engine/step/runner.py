@@ -18,11 +18,15 @@ from echelon.engine.step.losses import Losses
 from echelon.engine.step.metrics import Evaluation, Measure, Measuring, agree_on_means
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
-from echelon.engine.step.runtime import Interpreter, Microbatch, Script, Versions, Wire
+from echelon.engine.step.runtime.flight import Microbatch
+from echelon.engine.step.runtime.interpreter import Interpreter
+from echelon.engine.step.runtime.script import Script
+from echelon.engine.step.runtime.versions import Versions
+from echelon.engine.step.runtime.wire import Wire
 from echelon.engine.step.side_effects import FirstForward, without_autocast_cache
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
-from echelon.parallel.data import talks_in_forward
+from echelon.parallel.data.batch_norm import talks_in_forward
 from echelon.program import (
     Instruction,
     Program,

@@ -12,7 +12,7 @@ from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import part_bounds
-from echelon.nn.draws import EVALUATION, SampleDraws
+from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
 from echelon.nn.dropout.modules import draw_masks_again, key_dropout, keyed_modules
 from echelon.nn.dropout.noise import noises
 from echelon.nn.dropout.training_position import scope

@@ -27,10 +27,10 @@ from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.first_step import FirstStepChecks
 from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.runtime import Microbatch
+from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.side_effects import renormalises_any, without_side_effects
 from echelon.engine.step.step_counter import StepCounter
-from echelon.engine.watch import Watch
+from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import finish_step, start_step
 from echelon.nn.batch import Batch, num_samples

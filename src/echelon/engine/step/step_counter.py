@@ -20,7 +20,7 @@ from typing import final
 from echelon.errors import UserError
 from echelon.update.nonfinite import NonfiniteError, NonfiniteRule
 from echelon.update.numbers import Outcome, StepNumbers
-from echelon.update.precision import LossScaling
+from echelon.update.precision.loss_scaling import LossScaling
 
 MOST_SKIPPED = 20  # steps in a row at the smallest loss scale
 

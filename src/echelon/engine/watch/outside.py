@@ -26,7 +26,7 @@ from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
-from echelon.parallel.tensor import Column
+from echelon.parallel.tensor.modules import Column
 from echelon.plan import Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module

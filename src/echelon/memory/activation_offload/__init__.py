@@ -5,7 +5,3 @@ offloaded_pass      the storages that one forward pass through a stage saves, in
 offloaded_storage   one storage: on the device, in host memory, or being copied
 host_pool           host memory, which is used again from step to step
 """
-
-from echelon.memory.activation_offload.offload import ActivationOffload, offload_activations
-
-__all__ = ["ActivationOffload", "offload_activations"]

@@ -20,7 +20,7 @@ from echelon.hardware import available_memory, total_memory
 from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass, take
 from echelon.memory.activation_offload.offloaded_storage import OffloadedStorage, SharedPiece
-from echelon.memory.recompute import backward_follows
+from echelon.memory.recompute.recompute import backward_follows
 from echelon.memory.storages import storages_of, weight_storages
 from echelon.nn.autograd.saved_tensors import current_observer, replace
 from echelon.nn.batch import tensors_of

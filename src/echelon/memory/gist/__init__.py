@@ -9,8 +9,3 @@ floats          fp16, fp10 and fp8, and the exact form of float64
 kernels         the same as Triton kernels, on CUDA devices (backend chooses)
 launch          launches of kernels
 """
-
-from echelon.memory.gist.compression import any_size, uncompressed
-from echelon.memory.gist.layer import compress_layers
-
-__all__ = ["any_size", "compress_layers", "uncompressed"]

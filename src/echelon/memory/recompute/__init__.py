@@ -9,8 +9,3 @@ budget              which layers form segments so that a budget suffices, from m
 budget_stage        the layers of a stage under a budget, which the stages of a rank share
 selective           another way: no layer runs again, only operations that are cheap and save much
 """
-
-from echelon.memory.recompute.recompute import backward_follows, recompute_layers
-from echelon.memory.recompute.selective import not_watched
-
-__all__ = ["backward_follows", "not_watched", "recompute_layers"]

@@ -18,20 +18,9 @@ from echelon.models.config import ModelConfig
 from echelon.models.hf.config import config_from_hf, config_to_hf
 from echelon.models.hf.dialects import OWN_TYPE, dialect_of
 from echelon.models.transformer import Transformer
-from echelon.state.weight_files import (
-    CONFIG,
-    SHARD_BYTES,
-    WeightFolder,
-    WeightLayout,
-    Window,
-    is_same,
-    read_headers,
-    read_json,
-    read_pieces,
-    tensor_errors,
-    whole,
-    write_folder,
-)
+from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder
+from echelon.state.weight_files.layout import WeightLayout, Window, is_same, read_pieces, tensor_errors, whole
+from echelon.state.weight_files.weight_folder import CONFIG, WeightFolder, read_headers, read_json
 
 
 def load_hf(folder: str | Path) -> Transformer:

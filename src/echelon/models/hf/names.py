@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.models.config import ModelConfig
 from echelon.models.hf.dialects import OWN_TYPE, dialect_of
-from echelon.state.weight_files import FileTensor, Piece, WeightLayout, whole_tensor
+from echelon.state.weight_files.layout import FileTensor, Piece, WeightLayout, whole_tensor
 
 
 class _Rule(NamedTuple):

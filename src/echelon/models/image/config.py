@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models.value_checks import value_errors
-from echelon.state.weight_files import CONFIG, read_json
+from echelon.state.weight_files.weight_folder import CONFIG, read_json
 
 ImageFamily = Literal["alexnet", "nin", "overfeat", "vgg16", "inception", "resnet50"]
 Stem = Literal["published", "small"]

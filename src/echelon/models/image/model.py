@@ -12,7 +12,8 @@ from echelon.errors import UserError
 from echelon.models.blocks import reset_parameters
 from echelon.models.image.config import ImageConfig, config_from_json, config_to_json, read_image_config
 from echelon.models.image.networks import NETWORKS
-from echelon.state.weight_files import WeightFolder, plain_layout, whole
+from echelon.state.weight_files.layout import plain_layout, whole
+from echelon.state.weight_files.weight_folder import WeightFolder
 
 
 @final

@@ -4,7 +4,3 @@ draws = SampleDraws(model)                                          # once, of t
 with scope(seed=0, step=7, first_sample=16, samples=4, draws=draws):
     model(inputs)                                                   # torch.randn_like, F.dropout, …
 """
-
-from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws, not_intercepted
-
-__all__ = ["EVALUATION", "SampleDraws", "not_intercepted"]

@@ -23,18 +23,16 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.huggingface.modules import is_pretrained
-from echelon.state.weight_files import (
-    CONFIG,
+from echelon.state.weight_files.layout import (
     FileTensor,
     Piece,
-    WeightFolder,
     WeightLayout,
     find_ties,
     plain_layout,
-    read_json,
     state_tensors,
     whole_tensor,
 )
+from echelon.state.weight_files.weight_folder import CONFIG, WeightFolder, read_json
 
 # What transformers does to make one tensor of several, with the dims: (experts, rows, …) from (rows, …).
 _STACKING = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])

@@ -19,7 +19,7 @@ from echelon.nn.huggingface.modules import initializer
 from echelon.nn.huggingface.weight_layouts import open_weights
 from echelon.nn.initialization.tape import Tape, Window, key_of, on_meta, recording
 from echelon.state.ownership import Slice
-from echelon.state.weight_files import WeightFolder
+from echelon.state.weight_files.weight_folder import WeightFolder
 
 Model = TypeVar("Model", bound=nn.Module)
 

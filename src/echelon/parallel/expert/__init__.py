@@ -3,8 +3,3 @@
 split     which modules hold experts, and what a rank keeps of them
 modules   what such a module does instead of its forward: send rows, compute, get them back
 """
-
-from echelon.parallel.expert.modules import SpreadExperts, experts_of
-from echelon.parallel.expert.split import spread_experts
-
-__all__ = ["SpreadExperts", "experts_of", "spread_experts"]

@@ -11,22 +11,6 @@ proposal  a table to paste, where there is none
 split     applies a table to a model
 """
 
-from echelon.parallel.tensor.loss import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
-from echelon.parallel.tensor.modules import Column, number_layers, prepare_compiling
-from echelon.parallel.tensor.regions import Region
-from echelon.parallel.tensor.split import Sharded, split_over
-from echelon.parallel.tensor.styles import TABLES, Table
+from echelon.parallel.tensor.loss import SPLIT_LOSSES
 
-__all__ = [
-    "SPLIT_LOSSES",
-    "TABLES",
-    "Column",
-    "Region",
-    "Sharded",
-    "Table",
-    "number_layers",
-    "prepare_compiling",
-    "split_loss",
-    "split_over",
-    "vocabulary_cross_entropy",
-]
+__all__ = ["SPLIT_LOSSES"]

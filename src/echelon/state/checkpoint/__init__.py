@@ -15,29 +15,5 @@ There is no pickle. What strategies made of a model is not stored: names and box
 """
 
 from echelon.state.checkpoint.folder import CheckpointFolder
-from echelon.state.checkpoint.manifest import Manifest
-from echelon.state.checkpoint.rank_save import SaveOptions
-from echelon.state.checkpoint.save import Saver
-from echelon.state.checkpoint.saved import (
-    SavedParameter,
-    SavedState,
-    SavedTensor,
-    number_errors,
-    numbers_of,
-    open_whole,
-)
-from echelon.state.checkpoint.storage_errors import RETRIES
 
-__all__ = [
-    "RETRIES",
-    "CheckpointFolder",
-    "Manifest",
-    "SaveOptions",
-    "SavedParameter",
-    "SavedState",
-    "SavedTensor",
-    "Saver",
-    "number_errors",
-    "numbers_of",
-    "open_whole",
-]
+__all__ = ["CheckpointFolder"]

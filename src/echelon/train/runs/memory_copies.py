@@ -12,7 +12,8 @@ from echelon.engine import Engine
 from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.plan import Plan
-from echelon.state.checkpoint.copies import MemoryCopies, MemoryFolder, newest_step_here, remove_dead_folders
+from echelon.state.checkpoint.copies.folder import MemoryFolder, newest_step_here, remove_dead_folders
+from echelon.state.checkpoint.copies.keeper import MemoryCopies
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.train.jobs.job import Job
 from echelon.train.runs.preempted import Preempted

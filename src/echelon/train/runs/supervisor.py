@@ -23,7 +23,8 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import AUTO, Plan
-from echelon.state.checkpoint.copies import DAYS_KEPT, HostCopies, MemoryFolder, forget_all
+from echelon.state.checkpoint.copies.folder import DAYS_KEPT, MemoryFolder, forget_all
+from echelon.state.checkpoint.copies.to_disk import HostCopies
 from echelon.train.checkpoints import checkpoint_folder, newest_step
 from echelon.train.events import Noted, Restarting
 from echelon.train.jobs.job import Job

@@ -5,7 +5,3 @@
 
 The meaning of such a training is its log of `Push`es: `echelon.verify.replay` trains on one process by it.
 """
-
-from echelon.update.async_training.update import AsyncUpdate, WorkerGradients
-
-__all__ = ["AsyncUpdate", "WorkerGradients"]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger
 from echelon.launching import PeerLost
-from echelon.parallel.data import Storages
 from echelon.parallel.data.buckets import Bucket, fill_buckets, gradient_dtype, weight_dtype
-from echelon.state.checkpoint import SavedParameter, SavedState
+from echelon.parallel.data.sharing import Storages
+from echelon.state.checkpoint.saved import SavedParameter, SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_state, whole_slice
 from echelon.update.async_training.port import (
     Kind,
@@ -32,7 +32,7 @@ from echelon.update.async_training.port import (
 from echelon.update.async_training.server import Gradient, Server, ServerFailed
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.optim.local import Make
-from echelon.update.precision import DirectStepper, MasterStepper
+from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from echelon.update.update import InWhole
 
 _PATIENCE_SECONDS = 10.0  # with workers that are silent while this process ends

@@ -25,7 +25,7 @@ from echelon.parallel.data.buckets import Bucket
 from echelon.parallel.data.gradients import clip_factor, squared_norm
 from echelon.state.ownership import LocalParameter
 from echelon.update.optim.learning_rate import LearningRate
-from echelon.update.precision import Stepper
+from echelon.update.precision.stepper import Stepper
 from echelon.update.update import Push
 
 

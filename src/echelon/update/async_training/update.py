@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.parallel.data import LocalSum, ParameterSet, Storages
 from echelon.parallel.data.buckets import Bucket, move_in, weight_dtype
 from echelon.parallel.data.grad_accumulation import hook_gradient
-from echelon.parallel.data.sharing import whole_parameters
-from echelon.state.checkpoint import SavedState, numbers_of
+from echelon.parallel.data.parameter_set import ParameterSet
+from echelon.parallel.data.sharing import LocalSum, Storages, whole_parameters
+from echelon.state.checkpoint.saved import SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, whole_slice
 from echelon.update.async_training.host import Host, flat_buckets
 from echelon.update.async_training.port import SERVER, LocalPort, Port, RemotePort, open_group
@@ -36,7 +36,8 @@ from echelon.update.async_training.server import Gradient
 from echelon.update.numbers import GateNumbers, HostCopy, Outcome, StepNumbers, check_counted
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.optim.local import Make, make_local
-from echelon.update.precision import DirectStepper, LossScaling, MasterStepper
+from echelon.update.precision.loss_scaling import LossScaling
+from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from echelon.update.update import InWhole, Push, Update
 
 

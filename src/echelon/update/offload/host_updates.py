@@ -15,9 +15,10 @@ from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.hardware import available_memory, usable_cores
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import Sharing, Zero
+from echelon.parallel.data.sharing import Sharing
 from echelon.parallel.data.zero.weight_access import NewWeights, ResidentWeights
-from echelon.parallel.expert import experts_of
+from echelon.parallel.data.zero.zero import Zero
+from echelon.parallel.expert.modules import experts_of
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.quantities import show_bytes
@@ -27,7 +28,7 @@ from echelon.update.offload.host_worker import HostWorker
 from echelon.update.offload.optimizer import HostStepper
 from echelon.update.optim.needs import Need, inner_optimizers, need_of
 from echelon.update.parameter_parts import has_parts
-from echelon.update.precision import KeyedRounding, Placement
+from echelon.update.precision.rounding import KeyedRounding, Placement
 
 
 def updates_on_host(plan: Plan) -> bool:

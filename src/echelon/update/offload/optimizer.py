@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from echelon.collectives import Copy, HostBoundary
 from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.errors import UserError
-from echelon.state.checkpoint import SavedParameter
+from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter
 from echelon.update.numbers import Flag, HostCopy, Number
 from echelon.update.offload.host_twins import HostTwins, Twin

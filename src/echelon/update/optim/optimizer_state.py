@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.state.checkpoint import SavedParameter
+from echelon.state.checkpoint.saved import SavedParameter
 from echelon.update.optim.local import begin_like
 from echelon.update.optim.needs import inner_optimizers, works_by_element
 from echelon.update.optim.sum_optimizer import SumOptimizer

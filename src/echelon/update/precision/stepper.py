@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.parallel.data import Sharing
-from echelon.state.checkpoint import SavedParameter
+from echelon.parallel.data.sharing import Sharing
+from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice
 from echelon.update.gradient_checks import check_gradient
 from echelon.update.numbers import Flag, Number

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.state.checkpoint import SavedParameter
+from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice, Slice, whole_slice
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import make_local

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
-from echelon.engine.step.runtime import Script
+from echelon.engine.step.runtime.script import Script
 from echelon.program import RECEIVES, SENDS, Op
 from tests.engine.step.runtime.number_training import Run
 from tests.nccl_like import Deadlock

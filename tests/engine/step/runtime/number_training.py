@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Edge, Edges, Group
-from echelon.engine.step.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Versions, Wire
-from echelon.parallel.data import Buffers
+from echelon.engine.step.runtime.flight import Microbatch, MicrobatchLoss
+from echelon.engine.step.runtime.interpreter import Interpreter
+from echelon.engine.step.runtime.script import Script
+from echelon.engine.step.runtime.versions import Versions
+from echelon.engine.step.runtime.wire import Wire
+from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import Stage
 from echelon.plan import Plan

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives.cuda_timing import EventClock
-from echelon.engine.step.runtime import Spec
-from echelon.engine.step.runtime.message import layout
+from echelon.engine.step.runtime.message import Spec, layout
 from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Instruction, build

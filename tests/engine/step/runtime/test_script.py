@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from echelon.engine.step.runtime import Script
+from echelon.engine.step.runtime.script import Script
 from echelon.program import (
     AFTER_FORWARDS,
     RECEIVES,

@@ -10,7 +10,8 @@ from torch import nn
 
 from echelon.collectives import RecordingGroup
 from echelon.parallel import stage as stage_module
-from echelon.parallel.data import Buffers, Problem
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import Stage
 from tests.parallel.test_stage import Recorded, take, two_stages
 

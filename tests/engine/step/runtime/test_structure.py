@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.step.runtime import Spec
-from echelon.engine.step.runtime.message import Leaf
+from echelon.engine.step.runtime.message import Leaf, Spec
 from echelon.errors import UserError
 
 A, B = torch.arange(6.0).view(2, 3), torch.arange(4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.step.runtime import Versions
+from echelon.engine.step.runtime.versions import Versions
 
 
 def reallocate(module: nn.Module) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Edge, Edges, Group, Ledger, RecordingGroup, edges_over, group_over
-from echelon.engine.step.runtime import Spec, Wire
-from echelon.engine.step.runtime.message import Gradients, Leaf
+from echelon.engine.step.runtime.message import Gradients, Leaf, Spec
+from echelon.engine.step.runtime.wire import Wire
 from echelon.launching import Ranks
 
 Warm = Callable[[int], Ranks]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from echelon.collectives import Ledger
-from echelon.parallel.data import ShardGroups
+from echelon.parallel.data.parameter_set import ShardGroups
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.gradient_sums import GradientSums
 from tests.groups import DeferredGroup, PartialGroup

@@ -11,9 +11,9 @@ from echelon.collectives.boundary import PretendedBoundary
 from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import Zero
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.host_weights import HostPlace, HostRun, HostUnit, HostWeights
+from echelon.parallel.data.zero.zero import Zero
 from echelon.state.ownership import LocalParameter
 from tests.cases import adamw, mean_loss, vectors
 from tests.groups import DeferredGroup

@@ -13,7 +13,9 @@ import echelon
 from echelon.collectives import Ledger, RecordingGroup
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data import HostPlace, ShardGroups, Zero
+from echelon.parallel.data.parameter_set import ShardGroups
+from echelon.parallel.data.zero.host_weights import HostPlace
+from echelon.parallel.data.zero.zero import Zero
 from tests.cases import mean_loss, vectors
 from tests.groups import DeferredGroup
 from tests.sets import set_of

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from echelon.state.assembly import RankSlice
-from echelon.state.checkpoint.copies import MemoryFolder, rank_file
-from echelon.state.checkpoint.copies.folder import Entry, MappedFile, generation_of, write_small
+from echelon.state.checkpoint.copies import rank_file
+from echelon.state.checkpoint.copies.folder import Entry, MappedFile, MemoryFolder, generation_of, write_small
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
 

@@ -13,14 +13,16 @@ from types import SimpleNamespace
 import pytest
 
 from echelon.errors import UserError
-from echelon.state.checkpoint.copies import MemoryFolder, newest_step_here, remove_dead_folders
 from echelon.state.checkpoint.copies.folder import (
     Entry,
     MappedFile,
+    MemoryFolder,
     forget_all,
     generation_of,
     host_name,
     memory_root,
+    newest_step_here,
+    remove_dead_folders,
     step_of,
     write_small,
 )

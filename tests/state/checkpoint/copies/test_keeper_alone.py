@@ -10,10 +10,10 @@ import torch
 
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
-from echelon.state.checkpoint import Manifest
-from echelon.state.checkpoint.copies import MemoryFolder, folder
+from echelon.state.checkpoint.copies import folder
+from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.state.checkpoint.copies.keeper import MemoryCopies, _Attempt
-from echelon.state.checkpoint.manifest import OtherVersionError
+from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 
 PLAN = "data=1"

@@ -8,8 +8,10 @@ import torch
 
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.state.checkpoint import CheckpointFolder, SavedState
-from echelon.state.checkpoint.copies import HostCopies, MemoryFolder
+from echelon.state.checkpoint.copies.folder import MemoryFolder
+from echelon.state.checkpoint.copies.to_disk import HostCopies
+from echelon.state.checkpoint.folder import CheckpointFolder
+from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import Slice
 from tests.state.checkpoint.copies.host_files import PLAN, make_other_version, tensors, write_copies
 from tests.state.checkpoint.copies.kept import differences_on_disk

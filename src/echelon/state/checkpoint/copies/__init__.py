@@ -14,24 +14,3 @@ rank_file    what a rank owns, in its file
 keeper       all of it, for an engine: save every so many steps, find the newest that is whole
 to_disk      all of it as a checkpoint on disk, where no rank will go on from memory
 """
-
-from echelon.state.checkpoint.copies.folder import (
-    DAYS_KEPT,
-    MemoryFolder,
-    forget_all,
-    newest_step_here,
-    remove_dead_folders,
-)
-from echelon.state.checkpoint.copies.keeper import FoundCopies, MemoryCopies
-from echelon.state.checkpoint.copies.to_disk import HostCopies
-
-__all__ = [
-    "DAYS_KEPT",
-    "FoundCopies",
-    "HostCopies",
-    "MemoryCopies",
-    "MemoryFolder",
-    "forget_all",
-    "newest_step_here",
-    "remove_dead_folders",
-]
