@@ -5,7 +5,20 @@ from fnmatch import fnmatch
 # What transformers' own classes are known to list as layers, and to have a table for.
 KNOWN = (
     *("bert", "bloom", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
-    *("gpt_neox", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3", "vit"),
+    *(
+        "gpt_neox",
+        "llama",
+        "lora gpt2",
+        "lora llama",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "vit",
+    ),
 )
 SEQUENTIAL = ("contrastive", "max norm", "scaled by frequency", "spectral norm")  # nn.Sequential lists layers
 TABLES = (*KNOWN, "t5", "timm vit")
@@ -27,10 +40,6 @@ REFUSALS: list[tuple[str, str, str]] = [
     ("weighted", "data=2*", "The loss does not add up over samples"),
     ("batch norm", "*zero=2 microbatches=2", "statistics over the whole batch"),
     ("torchvision resnet", "*zero=2 microbatches=2", "statistics over the whole batch"),
-    # Models inside of which a plan must look.
-    ("lora *", "pipeline=2*", "give model.get_base_model()"),
-    ("lora *", "tensor=2", "give model.get_base_model()"),
-    ("lora *", "context=2", "give model.get_base_model()"),
     # Attention that cannot ask other ranks.
     ("bloom", "context=2", "computes all scores itself"),
     ("falcon", "context=2", "computes all scores itself"),

@@ -52,7 +52,7 @@ def test_every_plan_draws_the_same(name: str, plan: str) -> None:
     [
         "data=2 pipeline=2 microbatches=2",
         "pipeline=2-1 microbatches=2",
-        "pipeline=2 microbatches=3 schedule=interleaved chunks=2",
+        "pipeline=2 microbatches=4 schedule=interleaved chunks=2",
         "pipeline=2 microbatches=2 schedule=pipedream-2bw",
         "pipeline=2 microbatches=4 schedule=zero-bubble recompute=selective",
     ],

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
+from echelon.nn.huggingface.adapters import is_quantised, reason_not_passed_on, scales
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
 from echelon.nn.losses import Loss
 from echelon.nn.tracing import without_compiling
@@ -101,11 +102,31 @@ def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
             f"{', '.join(sparse)}: sparse, and ranks exchange dense buffers alone; use one rank, keep them "
             "dense, or keep them as attributes that are no buffers"
         )
+    yield from _quantised_errors(model, plan)
     divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if divided:
         yield (
             f"{divided[0]} and {len(divided) - 1} others are DTensors: the model is divided already "
             "(fully_shard, parallelize_module); give it as it was before, and let the plan divide it"
+        )
+
+
+def _quantised_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Yield an error for weights that are more than one tensor, where ranks would have parts of them."""
+    quantised = {name: p for name, p in model.named_parameters() if is_quantised(p)}
+    if not quantised:
+        return
+    name, parameter = next(iter(quantised.items()))
+    subject = f"{name} and {len(quantised) - 1} others are {type(parameter).__name__}"
+    if not all(map(scales, quantised.values())):
+        yield (
+            f"{subject}: of a class that is several tensors, which no message between ranks carries; "
+            "quantise with bitsandbytes, or train an adapter of the weights as they were"
+        )
+    elif plan.frees_weights or plan.ranks > plan.data:
+        yield (
+            f"{subject}: packed numbers whose scales are outside of all parameters, so a rank cannot hold a "
+            "part of them; use data with zero=0, 1 or 2"
         )
 
 
@@ -158,13 +179,11 @@ def _iteration_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _adapter_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield an error for PEFT's models where the plan must split the model inside."""
+    """Yield an error for adapters of peft that are no layers, where the plan must split the model inside."""
     inside = plan.pipeline != 1 or plan.tensor > 1 or plan.context > 1
-    if inside and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-        yield (
-            f"the model is a {type(model).__name__} of peft, around the model whose layers this plan must "
-            "know: give model.get_base_model(), in which the adapters are; or use data and zero alone"
-        )
+    reason = reason_not_passed_on(model) if inside else ""
+    if reason:
+        yield f"the model: {reason}"
 
 
 def _gate_loss_errors(model: nn.Module, plan: Plan) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch.utils import swap_tensors
 
 from echelon.collectives import Group
 from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text
+from echelon.collectives.fingerprint import fingerprint
 from echelon.collectives.mesh import Mesh, this_device
 from echelon.engine.saving.restore import mark_empty, mark_filled
 from echelon.engine.watch.aliases import check_aliases
@@ -22,6 +23,7 @@ from echelon.errors import UserError
 from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
 from echelon.nn.batch import DTYPES
+from echelon.nn.huggingface.adapters import scales
 from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization.initial_values import WeightSource, is_deferred, named_tensors
 from echelon.parallel.data.buffers import broadcast_packed
@@ -111,6 +113,12 @@ def _check_same_model(
     parameters = list(model.named_parameters())
     lines = [describe(name, p) + ("" if p.requires_grad else ", frozen") for name, p in parameters]
     lines += [describe(name, buffer) for name, buffer in model.named_buffers()]
+    # Scales of quantised weights are in no list of tensors, and nothing could make them equal.
+    lines += [
+        f"{name} with scales of bits {[fingerprint(each) for each in scales(p)]}"
+        for name, p in parameters
+        if scales(p)
+    ]
     lines += ["a model with values"] if source is None else ["a model without values", *source.describe()]
     check_same_text(lines, group, device, _difference_of_models)
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.engine.core import EngineCore
-from echelon.engine.saving.export import check_pretrained, export
+from echelon.engine.saving.export import export, save_pretrained
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.saved import SavedState
@@ -39,13 +39,17 @@ class StateCalls(EngineCore):
         with self._watch.own_work():
             export(self.module, self._names, self._whole.weights(), folder, self.mesh.rank, shard_bytes)
 
-    def save_pretrained(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-        """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder.
+    def save_pretrained(
+        self, folder: str | Path, *, merged: bool = False, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder. Of
+        a model of peft, write its adapters; or (`merged`) the model inside, with the adapters in its weights.
 
         All ranks must call this; see `export`.
         """
-        check_pretrained(self.module)
-        self.export(folder, shard_bytes=shard_bytes)
+        with self._watch.own_work():
+            weights, rank = self._whole.weights(), self.mesh.rank
+            save_pretrained(self.module, self._names, weights, folder, rank, shard_bytes, merged=merged)
 
     def save(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from echelon.errors import UserError
+from echelon.nn.huggingface.adapters import adapted_model, reason_not_passed_on
 from echelon.nn.huggingface.families import (
     ENCODERS,
     FAMILIES,
@@ -28,8 +29,12 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
     """Return the members of an nn.Sequential, or the result of `layers()`; empty if the model lists none.
 
     A subclass that overrides only `forward` lists none: its forward may do more than run the layers. A
-    transformers model of a known family lists wrappers around its own modules, new ones at every call.
+    transformers model of a known family lists wrappers around its own modules, new ones at every call. Of
+    a model of peft, the layers are those of the model inside.
     """
+    if reason_not_passed_on(model):
+        return []
+    model = adapted_model(model)
     listing = _listing(model)
     if listing is not None:
         return [] if _reason_own_forward(model) else _check_modules(model, list(listing()))
@@ -51,6 +56,10 @@ def _check_modules(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]
 
 def how_to_list(model: nn.Module) -> str:
     """Say how to change a model that lists no layers, so that it does."""
+    reason = reason_not_passed_on(model)
+    if reason:
+        return reason
+    model = adapted_model(model)
     if find_family(model) is not None or find_encoder(model) is not None:
         return reason_not_listed(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):

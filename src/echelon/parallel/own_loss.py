@@ -6,9 +6,9 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
-    adapted_model,
     causal_cross_entropy,
     causal_loss,
     counts_labels,

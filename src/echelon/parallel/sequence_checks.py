@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.errors import UserError, raise_errors
 from echelon.nn.dropout.modules import is_keyed, unkeyed_dropout
 from echelon.nn.dropout.noise import noises
+from echelon.nn.huggingface.adapters import adapted_model, is_adapted
 from echelon.nn.huggingface.families import find_family
 from echelon.nn.huggingface.modules import draws_by_head
 from echelon.nn.sequence import View
@@ -46,7 +47,7 @@ _BY_POSITION = (
     nn.PReLU,
 )
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
 
 _FIX = (
     "let attention ask its view (self.view = echelon.sequence.WHOLE, then self.view.attend(query, key, "
@@ -123,7 +124,7 @@ def _errors_without_view(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
 
 
 def _works_by_position(module: nn.Module) -> bool:
-    if type(module).forward is nn.Sequential.forward:
+    if type(module).forward is nn.Sequential.forward or is_adapted(module):  # as what it adapts
         return True
     if type(module) is nn.PReLU and module.num_parameters > 1:  # one weight for each index of dim 1
         return False
@@ -177,7 +178,7 @@ def classes_not_causal(model: nn.Module, layers: Sequence[nn.Module]) -> list[st
     Causal are modules that ask a view, that work on each position separately, and those of our own models
     and of known families of transformers.
     """
-    known = ("echelon.", "transformers.") if find_family(model) is not None else ("echelon.",)
+    known = ("echelon.", "transformers.") if find_family(adapted_model(model)) is not None else ("echelon.",)
 
     def is_causal(module: nn.Module) -> bool:
         if isinstance(getattr(module, "view", None), View) or _works_by_position(module):

@@ -16,7 +16,7 @@ from echelon.engine.saving.export import _Stream
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, load_hf, save_hf
-from echelon.state.ownership import VALUE
+from echelon.state.ownership import StateNames
 from tests.engine.test_deferred_start import CONFIG
 
 transformers = pytest.importorskip("transformers")
@@ -218,10 +218,15 @@ class FailingAssembly:
         return torch.zeros(1)
 
 
+def _abcd_stream(assembly: FailingAssembly) -> _Stream:
+    names = StateNames({}, {name: name for name in "abcd"}, frozenset(), {})
+    return _Stream(assembly, names, {name: [name] for name in "abcd"})  # type: ignore[arg-type]
+
+
 def test_a_rank_that_fails_inside_a_tensor_brings_no_other() -> None:
     """Other ranks still wait for its part of that tensor, and once got the next one in its place."""
     assembly = FailingAssembly(too_large="b")
-    stream = _Stream(assembly, {name: (name, VALUE) for name in "abcd"})  # type: ignore[arg-type]
+    stream = _abcd_stream(assembly)
     stream.fetch("a")
     with pytest.raises(MemoryError):
         stream.fetch("b")
@@ -231,7 +236,7 @@ def test_a_rank_that_fails_inside_a_tensor_brings_no_other() -> None:
 
 def test_a_rank_that_cannot_write_brings_the_rest() -> None:
     assembly = FailingAssembly(too_large=None)
-    stream = _Stream(assembly, {name: (name, VALUE) for name in "abcd"})  # type: ignore[arg-type]
+    stream = _abcd_stream(assembly)
     stream.fetch("a")
     stream.finish()
     assert assembly.names == ["a", "b", "c", "d"]

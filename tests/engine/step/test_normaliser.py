@@ -78,7 +78,6 @@ PAIR = replace(MEAN, make_batch=uneven, loss=pair)
 @pytest.mark.slow_cases(
     "case11-data=1",
     "case5-pipeline=1-2 microbatches=2",
-    "case6-data=2 sync=async staleness=0",
     "case7-data=1",
     "case8-microbatches=3",
     "case9-data=2",

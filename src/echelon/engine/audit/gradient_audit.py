@@ -34,6 +34,7 @@ from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.model_checks import is_cut
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.missing_operation import missing_operation
+from echelon.engine.step.normaliser import workers_per_update
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import (
@@ -192,7 +193,9 @@ class GradientAudit:
         samples = choose(is_small=is_small)
         if samples is None:
             raise CannotCompareError("a replica has no sample", is_final=False)
-        run = Run(samples.whole, step, training=training, scale=float(self._update.loss_scale))
+        # A worker divides its loss by the samples of all: functions of gradients that are not linear see it.
+        scale = float(self._update.loss_scale) / workers_per_update(self._mesh.plan)
+        run = Run(samples.whole, step, training=training, scale=scale)
         is_new = len(samples.bounds) > 1 and samples.per_part not in self._sizes
         part = Run(samples.part(0), step) if is_new else None
         try:

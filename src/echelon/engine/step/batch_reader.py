@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from echelon.errors import UserError, raise_errors
 from echelon.nn.batch import Batch, CallSignature, Inputs
+from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.families import find_family
 from echelon.nn.huggingface.inputs import layer_inputs
 from echelon.nn.huggingface.own_loss import shift
@@ -36,7 +37,7 @@ class BatchReader:
     def __init__(self, model: nn.Module, plan: Plan, loss: Loss, *, by_layers: bool) -> None:
         self._signature, self._plan = CallSignature.of(model), plan
         self._is_own_loss, self._shifts = isinstance(loss, OwnLoss), takes_next_labels(loss)
-        self._is_family = by_layers and find_family(model) is not None
+        self._is_family = by_layers and find_family(adapted_model(model)) is not None
         self._first = CallSignature.of(listed_layers(model)[0]) if by_layers else None
         config = getattr(model, "config", None)
         self._adds_no_gate_loss = getattr(config, _GATE_LOSS, None) is False

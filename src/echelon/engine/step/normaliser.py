@@ -29,6 +29,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.batch import tensors_of
 from echelon.nn.losses import IGNORED_TARGET
+from echelon.plan import Plan
 from echelon.update.numbers import Number
 
 
@@ -155,13 +156,17 @@ class LossNormaliser:
         if plan.data == 1:
             return local
         if plan.sync == "async":  # workers do not wait: as if each held as much
-            workers = plan.data if plan.staleness == 0 else 1
-            return Counts(*(number * workers for number in local))
+            return Counts(*(number * workers_per_update(plan) for number in local))
         row = torch.cat([_on_device(number, device) for number in local])
         rows = gather_rows(row, group, "loss counts")
         # A stage may have several ranks of each replica in its group, one after the other.
         summed = rows[:: group.size // plan.data].sum(0)
         return Counts(*(summed.tolist() if reads else summed))
+
+
+def workers_per_update(plan: Plan) -> int:
+    """Return how many workers of sync=async have their gradients summed to one update."""
+    return plan.data if plan.sync == "async" and plan.staleness == 0 else 1
 
 
 @final

@@ -31,12 +31,6 @@ _GATE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_co
 _ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
 
 
-def adapted_model(model: Any) -> Any:
-    """Return the model of transformers inside of adapters (peft), or the model itself."""
-    has_adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    return model.get_base_model() if has_adapters else model
-
-
 def is_plain_causal_loss(model: Any) -> bool:
     """Return True if the model's own loss is a function of its logits and the next labels, and no more.
 

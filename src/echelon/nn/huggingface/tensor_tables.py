@@ -230,6 +230,22 @@ def _falcon(config: Any) -> Table:
     return {"config.num_kv_heads": "divisible", "transformer.h.*.self_attention.num_kv_heads": "divided"}
 
 
+# The parts of a layer that peft has adapted, by the word of the layer and the part's name; '': all others.
+#
+#     column   x ─enter─┬─ base: column ────────────────────────┬─ +     A is whole, and used for this rank's
+#                       └─ dropout ─ A: whole ─ B: column ──────┘        columns: ranks sum its gradient
+#     row      x ─┬─ base: row ─ sum ───────────────────────────┬─ +     B is whole, behind a sum of r numbers
+#                 └─ dropout of a part ─ A: row ─ sum ─ B: whole┘        per position
+#
+# "same": the layer's own style.
+PAIRS: Mapping[str, Table] = {
+    "column": {"layer": "enclosed", "lora_B": "same", "": "entered"},
+    "row": {"lora_A": "row", "lora_B": "replicated", "lora_dropout": "inner"},
+    "vocabulary": {"": "replicated"},
+    "replicated": {"": "replicated"},
+    "heads": {"": "entered"},
+}
+
 # Lines that depend on a model's config, and come before those of its table.
 CONFIG_LINES: Mapping[str, Callable[[Any], Table]] = {
     "FalconForCausalLM": _falcon,

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.nn.dropout.modules import drops_each_element
+from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.modules import embedding_scale, is_plain_matrix, is_transposed
 from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import find_wrapper, replaced_forward
@@ -41,6 +42,9 @@ def find_errors(
     `partial`: modules of whose unsplit parameters a rank has only a part of the gradient. `whole_sequence`:
     the modules that see the whole sequence, if others see a part of it.
     """
+    refused = list(_adapter_errors(model, styles))
+    if refused:  # no table knows the parts of such adapters
+        return list(dict.fromkeys(refused))
     errors = [
         *_unused_lines(model, styles),
         *_unknown_modules(model, style_of),
@@ -59,10 +63,9 @@ def find_errors(
 
 def _unused_lines(model: nn.Module, styles: Styles) -> Iterator[str]:
     """An error for every line of the user's table that matches nothing."""
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern, style in styles.unused():
         is_number = style.word in NUMBER_WORDS
-        names = _number_names(model) if is_number else modules
+        names = _number_names(adapted_model(model)) if is_number else styles.names
         near = difflib.get_close_matches(pattern, dict.fromkeys([*map(pattern_of, names), *names]), 3, 0.5)
         yield (
             f"'{pattern}': '{style}' in the table matches no {'number' if is_number else 'module'} of the "
@@ -273,6 +276,34 @@ def _ties(
                     f"{before} and {name} share a parameter, and a rank has all of its gradient in one of "
                     "them, but a part of it in the other; do not share it"
                 )
+
+
+def _adapter_errors(model: nn.Module, styles: Styles) -> Iterator[str]:
+    """An error for every kind of layer that peft has adapted in a way that cannot be split."""
+    for name, (plain, style) in styles.adapted().items():
+        reason = _reason_not_splittable(model.get_submodule(name), style)
+        if reason:
+            yield (
+                f"{pattern_of(plain)} is '{style}' in the table, and {reason}; leave it without this "
+                "adapter, or use data, zero and pipeline instead of tensor"
+            )
+
+
+def _reason_not_splittable(module: Any, style: Style) -> str:
+    """Say why an adapter of a layer with this style cannot be split; empty if it can."""
+    kind = type(module).__name__
+    base: Any = getattr(module, "base_layer", None)
+    if kind == "ModulesToSaveWrapper" or style.word in ("replicated", "heads"):
+        return ""
+    is_embedding = style.word == "vocabulary" and isinstance(base, nn.Embedding)
+    if not hasattr(module, "lora_A") or not (is_matrix(base) or is_embedding):
+        return f"{kind} of peft adapts it; only LoRA of matrices and embeddings can be split"
+    if module.lora_variant:
+        variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+        return f"{', '.join(sorted(variants))} of peft needs its whole matrix (norms of DoRA, for one)"
+    if style.word == "vocabulary" and not is_embedding:
+        return "logits of an adapter cannot be split by vocabulary"
+    return ""
 
 
 def _sequence_errors(

@@ -28,7 +28,7 @@ from echelon.parallel.tensor.regions import Region
 from echelon.parallel.tensor.styles import Style, Styles, Table, cuts
 from echelon.state.shards import Shard, part_of, replace_parameters
 
-_INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's part of the work
+_INSIDE = ("heads", "inner", "entered")  # whole on every rank, and used for this rank's part of the work
 
 
 def _is_inside(style: Style) -> bool:
@@ -40,7 +40,7 @@ class Sharded(NamedTuple):
     """The split of a model. The parameters that are not in `shards` are whole on every rank.
 
     `partial`: every rank has a part of their gradient. `by_heads`: dropouts of this rank's heads. `inner`:
-    dropouts of this rank's features, which see the same part of the sequence as columns.
+    dropouts between columns and rows, which see the same part of the sequence as columns.
     `vocabulary`: the size of that of logits, if a projection to logits is split by vocabulary.
     """
 
@@ -107,18 +107,18 @@ def split_over(
         partial=parameters.partial,
         replicated=parameters.replicated,
         by_heads=_dropouts(style_of, "heads"),
-        inner=_dropouts(style_of, "inner"),
+        inner=_dropouts(style_of, "inner", "entered"),
         vocabulary=vocabulary,
     )
 
 
 def _styles_by_module(model: nn.Module, styles: Styles) -> dict[nn.Module, Style]:
     """The style of every module that has one, by any of its names. nn.Identity stands for a module that the
-    model was made without, and needs none."""
+    model was made without, and needs none; nor does a dict, of the same adapters in several versions."""
     style_of: dict[nn.Module, Style] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         style = styles.of(name)
-        if style is not None and type(module) is not nn.Identity:
+        if style is not None and type(module) not in (nn.Identity, nn.ModuleDict):
             style_of.setdefault(module, style)
     return style_of
 
@@ -150,9 +150,9 @@ def _assign_parameters(
     )
 
 
-def _dropouts(style_of: dict[nn.Module, Style], word: str) -> list[nn.Module]:
+def _dropouts(style_of: dict[nn.Module, Style], *words: str) -> list[nn.Module]:
     return [
-        module for module, style in style_of.items() if style.word == word and isinstance(module, _DropoutNd)
+        module for module, style in style_of.items() if style.word in words and isinstance(module, _DropoutNd)
     ]
 
 
@@ -177,6 +177,7 @@ def _enclosed(style_of: dict[nn.Module, Style]) -> set[nn.Module]:
         for module, style in style_of.items()
         if style.word == "enclosed"
         for inside in module.modules()
+        if inside is not module
     }
 
 
@@ -207,7 +208,7 @@ def _wrap(
         wrapper = VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
         wrapper = Column(module, region, joined=join_logits, vocabulary=num_outputs(module))
-    elif style.word in ("region", "enclosed"):
+    elif style.word in ("region", "enclosed") and enters:
         enter = EnterFirst(region, encloses=style.word == "enclosed")
         wrapping.before("tensor", module, enter, with_kwargs=True)
         wrapping.after("tensor", module, enter.after)

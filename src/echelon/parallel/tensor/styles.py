@@ -12,6 +12,8 @@
                     [batch, heads, …], whose dim 1 counts them
     inner           whole on every rank, for this rank's features, between a column and a row: a dropout of
                     [batch, …, features], in the order of one matrix, or one weight for all (PReLU)
+    entered         whole on every rank, inside of what is split: a matrix before this rank's columns, or a
+                    dropout of all features and positions
     norm            a norm over all features behind a column: its weight is split, ranks add up its sums
     region          no weights of its own: its input is the input of all columns inside it
     enclosed        no weights of its own: its input enters once, and all inside it is for this rank's heads
@@ -41,8 +43,9 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError, did_you_mean
 from echelon.nn.experts import Experts, Gate
+from echelon.nn.huggingface.adapters import BASE, LAYER, Place, adapted_model, find_places
 from echelon.nn.huggingface.modules import is_transposed
-from echelon.nn.huggingface.tensor_tables import CONFIG_LINES, TENSOR_TABLES
+from echelon.nn.huggingface.tensor_tables import CONFIG_LINES, PAIRS, TENSOR_TABLES
 from echelon.nn.wrapping import Wrapping
 
 # Integers that modules compute with, like their number of heads: where a pattern finds them, and how a rank
@@ -109,8 +112,8 @@ def _reads_from_config(name: str, module: nn.Module, path: str, attribute: str) 
 Table = Mapping[str, str]
 
 MODULE_WORDS = (
-    *("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "norm", "region", "enclosed"),
-    "tied",
+    *("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "entered", "norm", "region"),
+    *("enclosed", "tied"),
 )
 NUMBER_WORDS = ("divided", "divisible")
 _WORDS = (*MODULE_WORDS, *NUMBER_WORDS)
@@ -249,11 +252,23 @@ class Argument(NamedTuple):
     heads: int
 
 
+def _style_of_part(style: Style, role: str) -> Style | None:
+    """The style of a part of a layer that peft has adapted, where the layer itself would have `style`."""
+    words = PAIRS.get(style.word, {})
+    word = words.get(role, "" if role == LAYER else words.get("", ""))
+    return style if word == "same" else Style(word) if word else None
+
+
 class Styles:
-    """The styles of a model's modules: by the user's table, then by that of the model's class."""
+    """The styles of a model's modules: by the user's table, then by that of the model's class.
+
+    Names in tables are those of the model without adapters of peft, and so are `names`.
+    """
 
     def __init__(self, model: nn.Module, table: Table | None) -> None:
-        self._model = model
+        self._places = find_places(model)
+        self._model = model = adapted_model(model)
+        self.names = list(dict.fromkeys(place.plain for place in self._places.values()))
         config = getattr(model, "config", None)
         self._own = {pattern: Style.read(pattern, text, config) for pattern, text in (table or {}).items()}
         self._by_class = _styles_by_class(model)
@@ -266,6 +281,17 @@ class Styles:
         The gates and experts of a mixture of experts are known by their class; only the user's table comes
         before that.
         """
+        plain, role = self._places.get(name, Place(name))
+        style = self._of_plain(plain)
+        return style if style is None or role in ("", BASE) else _style_of_part(style, role)
+
+    def adapted(self) -> dict[str, tuple[str, Style]]:
+        """The layers that peft has adapted, by name: without adapters, their name and style."""
+        layers = {name: plain for name, (plain, role) in self._places.items() if role == LAYER}
+        styles = {name: (plain, self._of_plain(plain)) for name, plain in layers.items()}
+        return {name: (plain, style) for name, (plain, style) in styles.items() if style is not None}
+
+    def _of_plain(self, name: str) -> Style | None:
         own = _first_match(name, self._own.items())
         by_class = self._by_class.get(name) if own is None else None
         return own or by_class or _first_match(name, self._entries)
@@ -288,13 +314,12 @@ class Styles:
 
     def unused(self) -> list[tuple[str, Style]]:
         """The lines of the user's table that match nothing of the model."""
-        names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
 
         def matches(pattern: str, style: Style) -> bool:
             if style.word in NUMBER_WORDS:
                 return any(True for _ in find_numbers(self._model, pattern))
             argument = _ARGUMENT.fullmatch(pattern)
-            return any(fnmatchcase(name, argument["module"] if argument else pattern) for name in names)
+            return any(fnmatchcase(name, argument["module"] if argument else pattern) for name in self.names)
 
         return [(pattern, style) for pattern, style in self._own.items() if not matches(pattern, style)]
 
