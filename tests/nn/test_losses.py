@@ -1,12 +1,15 @@
 """Losses as total and count; the cross-entropy in chunks of tokens, against torch's of all tokens at once."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.nn import losses
-from echelon.nn.losses import summed_cross_entropy, total_and_count
+from echelon.nn.losses import check_loss, summed_cross_entropy, total_and_count
+from tests.engine.test_arguments import errors_of
 from tests.peak_memory import PeakMemory
 
 TOKENS, VOCAB = 13, 7
@@ -106,3 +109,35 @@ def test_a_mean_counts_samples_and_a_pair_counts_itself() -> None:
     total, count = total_and_count(torch.tensor(2.0), 3)
     assert (float(total), count) == (6.0, 3)
     assert total_and_count((torch.tensor(8.0), 4), 3) == (torch.tensor(8.0), 4)
+
+
+def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True) * 2
+
+
+def test_good_losses_pass() -> None:
+    check_loss(trained())
+    check_loss((trained(), 4))
+    check_loss((trained(), torch.tensor(4)))
+    with torch.no_grad():
+        check_loss(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (1.5, "is a float: must be a tensor"),
+        (None, "is None: must be a tensor"),
+        (trained((4,)), "is a tensor of shape (4,)"),
+        (torch.tensor(1.0), "does not depend on the parameters"),
+        ((trained(), 1, 2), "is a tuple of 3"),
+        ((trained(), None), "the count is None"),
+        ((trained(), trained((4,))), "the count is a tensor of shape (4,)"),
+    ],
+)
+def test_bad_losses(result: Any, says: str) -> None:
+    assert says in errors_of(check_loss, result)[0]
+
+
+def test_both_parts_of_a_pair_are_judged() -> None:
+    assert len(errors_of(check_loss, (torch.tensor(1.0), "4"))) == 2

@@ -71,13 +71,13 @@ def test_a_unit_is_updated_when_its_gradients_are_summed(on_host: bool, checked:
     stepper = Stepper(on_host=on_host)
     units, sharing = units_of(stepper)
     heard: list[int] = []
-    units.on_unit = lambda: heard.append(len(stepper.calls))
+    units.start_passes(lambda: False, lambda: heard.append(len(stepper.calls)))
     units.start_step(5)
     assert (checked, units.has_updated) == ([stepper.optimizer], False)
     sharing.update(Unit(stepper))
     assert (stepper.calls, heard) == ([("start", 5), ("step", 1.0, False, 2, not on_host)], [1])
     assert units.has_updated
-    units.skip = lambda: True
+    units.start_passes(lambda: True, lambda: None)
     sharing.update(Unit(stepper))
     assert stepper.calls[-1][2] is True
     units.start_step(6)

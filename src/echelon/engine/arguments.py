@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.engine.audit import MODES
 from echelon.engine.saving.restore import check_whole
@@ -220,40 +220,3 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
     elif not held and whole:
         errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
     return errors
-
-
-def check_loss(result: Any) -> None:
-    """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
-    if isinstance(result, tuple):
-        raise_errors("what the loss returned", _pair_errors(result))
-    else:
-        raise_errors("what the loss returned", _scalar_errors("the loss", result))
-
-
-def _pair_errors(result: tuple[Any, ...]) -> list[str]:
-    if len(result) != 2:
-        return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
-    total, count = result
-    errors = _scalar_errors("the total", total)
-    is_number = isinstance(count, Real) and not isinstance(count, bool)
-    if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
-        errors.append(f"the count {_described(count)}: must be one number; sum what is counted")
-    return errors
-
-
-def _scalar_errors(name: str, value: Any) -> list[str]:
-    if not isinstance(value, Tensor) or value.dim() > 0:
-        fix = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
-        return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {fix}"]
-    if torch.is_grad_enabled() and not value.requires_grad:
-        return [
-            f"{name} does not depend on the parameters, so nothing would be trained: compute it from the "
-            "model's output, without detach(), item() or torch.no_grad()"
-        ]
-    return []
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"is a tensor of shape {tuple(value.shape)}"
-    return f"is {'None' if value is None else 'a ' + type(value).__name__}"

@@ -43,8 +43,6 @@ class EngineCore:
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._meter = Meter(self.module, partial(_storages, setup, self._runner), mesh.host_storages)
         setup.observers.add(self._meter, outermost=True)
-        if update.units is not None:
-            update.units.on_unit = self._meter.sample
         self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)
         self._state = EngineState(setup, self._counter)
         self._whole = WholeTensors(self._state, self._show_newest, self.owned)

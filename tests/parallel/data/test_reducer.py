@@ -7,9 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon.collectives import RecordingGroup
+from echelon.collectives.agreement import set_anywhere
 from echelon.collectives.group import Reduction, Work
 from echelon.errors import UserError
-from echelon.parallel.data.reducer import Reducer, set_anywhere
+from echelon.parallel.data.reducer import Reducer
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, stop, vectors
 from tests.groups import DeferredGroup

@@ -14,11 +14,10 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
 from echelon.engine.step.feed import Feed, Scope, Upload
-from echelon.engine.step.losses import Losses
 from echelon.engine.step.metrics import Evaluation, Measure, Measuring, agree_on_means
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
-from echelon.engine.step.runtime.flight import Microbatch
+from echelon.engine.step.runtime.flight import Losses, Microbatch
 from echelon.engine.step.runtime.interpreter import Interpreter
 from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.runtime.versions import Versions
@@ -230,7 +229,9 @@ class StepRunner(ABC):
             scope=scope,
         )
         if self._update.units is not None:
-            self._update.units.skip = lambda: self._skips_units(normaliser)
+            self._update.units.start_passes(
+                lambda: self._skips_units(normaliser), lambda: self.observers.tell("before_unit")
+            )
         self._upload = Upload(batch, self._mesh.device)
         return feed
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import set_anywhere
 from echelon.parallel.data.buckets import gradient_dtype
 from echelon.parallel.data.parameter_set import SharedGradient
-from echelon.parallel.data.reducer import set_anywhere
 from echelon.parallel.data.sharing import Sharing
 from echelon.state.ownership import LocalParameter
 
