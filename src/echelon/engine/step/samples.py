@@ -119,7 +119,7 @@ class Scopes:
 
     def at_sample(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """Return a function that opens the scope of samples from a place on, counted among the `samples` of
-        this replica. It reaches to the last one, unless `counted_samples` says how many are in the pass."""
+        this replica. It reaches to the last one, unless `CountedSamples` says how many are in the pass."""
         agreement = self._agreement
         is_keyed = self._has_noise or any(module.p > 0 for module in self._modules)
         draws = agreement.draws if agreement is not None and agreement.intercepts else None
