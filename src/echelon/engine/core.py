@@ -10,6 +10,8 @@ from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
 from echelon.engine.audit.drift import make_drift_check
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
+from echelon.engine.loops.loop import OwnLoop
+from echelon.engine.loops.passes import OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.whole_tensors import WholeTensors
@@ -17,7 +19,7 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.step import FlushedRunner, Step
+from echelon.engine.step.step import FlushedRunner
 from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch.outside import Inside, guard_outside
 from echelon.engine.watch.watch import Watch
@@ -50,7 +52,7 @@ class EngineCore:
         search = None
         if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             search = NonfiniteSearch(self._runner, self._runner.replay, self._state)
-        self._step = Step(
+        self._step = OwnLoop(
             setup,
             self._runner,
             self._counter,
@@ -59,6 +61,7 @@ class EngineCore:
             make_drift_check(local, layers, mesh, audit.check_every),
             search,
         )
+        self._own_passes = OwnPasses(setup, self._step, self._watch)
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
         self._is_closed = False
 
@@ -136,7 +139,7 @@ class EngineCore:
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
         with self._watch.own_work():
-            self._finish_steps()
+            self._finish_steps("engine.synchronize(), save or load")
             self._update.synchronize()
 
     def _show_newest(self) -> None:
@@ -144,8 +147,10 @@ class EngineCore:
             self._finish_steps()
             self._update.show_newest()
 
-    def _finish_steps(self) -> None:
+    def _finish_steps(self, call: str | None = None) -> None:
         self._check_open()
+        if call is not None:
+            self._step.check_closed(call)
         self._step.check_earlier()
         self._runner.drain()
 

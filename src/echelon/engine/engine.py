@@ -81,6 +81,7 @@ class Engine(LoopCalls, StateCalls):
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
         self._watch.close()
+        self._own_passes.close()
         self._checkpointing.abandon_saving()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
+from echelon.nn.batch import Objective
 from echelon.nn.huggingface.adapters import is_quantised, reason_not_passed_on, scales
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
 from echelon.nn.losses import Loss
@@ -32,7 +33,12 @@ def is_cut(plan: Plan) -> bool:
 
 
 def accept_model(
-    model: nn.Module, plan: Plan | str, loss: Loss | None, clip: float | None, loss_scale: LossScale | None
+    model: nn.Module,
+    plan: Plan | str,
+    loss: Loss | None,
+    clip: float | None,
+    loss_scale: LossScale | None,
+    objective: Objective | None = None,
 ) -> tuple[nn.Module, Plan, Loss]:
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
     may be the model's own."""
@@ -41,7 +47,7 @@ def accept_model(
     model = without_compiling(model)
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
-    return model, plan, choose_loss(model, loss, plan)
+    return model, plan, choose_loss(model, loss, plan, objective)
 
 
 def check_wrappers(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_arguments
+from echelon.engine.arguments import check_arguments, check_objective
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
@@ -26,6 +26,7 @@ from echelon.engine.updates import UpdateRule, make_update
 from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
+from echelon.nn.batch import Objective
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
@@ -46,6 +47,7 @@ def parallelize(
     *,
     optimizer: Make,
     loss: Loss | None = None,
+    objective: Objective | None = None,
     clip: float | None = None,
     loss_scale: LossScale | None = None,
     schedule: Callable[[int], float] | None = None,
@@ -65,7 +67,8 @@ def parallelize(
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
     `optimizer` is called with this rank's parameters. `loss(output, target)` returns a mean of samples, or
-    (total, count) for an exact mean over tokens; without it, the model's own loss is used. `clip` bounds the
+    (total, count) for an exact mean over tokens; without it, the model's own loss is used. `objective(model,
+    batch)` takes its place where a loss is no function of output and target. `clip` bounds the
     gradient norm; `schedule` maps the step to a factor of the learning rate; `loss_scale` is for
     precision=fp16. `seed` is that of dropout, whose masks do not depend on the plan; None leaves them to
     torch. `prefetch`: units that zero=3 gathers ahead; `smallest_unit`: bytes that make a module a unit, if
@@ -78,7 +81,8 @@ def parallelize(
     finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale)
+    check_objective(objective, loss, plan)
+    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective)
     rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)
     model, source = prepare(model, plan, weights)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)

@@ -12,8 +12,9 @@ l[y] are those of all ranks that hold the other parts.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -24,6 +25,20 @@ from echelon.errors import raise_errors
 # The target that a loss leaves out: of padding, and of tokens that are not to be learned. torch and the
 # models of transformers ignore the same number.
 IGNORED_TARGET = -100
+
+
+@final
+@dataclass(frozen=True)
+class Sum:
+    """What a loss returns that is a sum over samples: `return echelon.Sum(total)`.
+
+    A step then follows the gradient of the sum over the global batch, and `loss` is that sum. Whatever is
+    returned otherwise, a mean or (total, count), makes it a mean.
+    """
+
+    total: Tensor
+
+
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 

@@ -75,6 +75,17 @@ def scale(
     return Scaling(mean * clip_factor(norm, clip), refused, overflows, norm, left_out)
 
 
+def add_calls(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """From the tallies of several batches, a row each, to that of one whose mean is the sum of theirs; and
+    whether they were divided by different multiples of their counts, so that gradients cannot be added."""
+    total, count, weighted = sums.unbind(1)
+    divisor = count + (count == 0)
+    means, factors = total / divisor, weighted / divisor / divisor
+    all_count = count.sum() * (count != 0).all()  # one that counts nothing refuses the update
+    row = torch.stack([means.sum() * all_count, all_count, factors[0] * all_count * all_count])
+    return row, (factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()
+
+
 def _is_not_finite(number: Any) -> Any:
     return number - number != 0
 

@@ -15,7 +15,7 @@ from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, check_counted, scale
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, check_counted, scale
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.precision.stepper import Stepper
@@ -93,8 +93,11 @@ class SynchronousUpdate(Update):
             flags[list(Problem).index(Problem.DIFFERENT_CHANGE)] += flag
         self._digest, self._refuses_next = 0.0, False
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
-        summed = torch.cat([tally, square.view(1), flags, *of_gates])
+        summed = torch.cat([tally.flatten(), square.view(1), flags, *of_gates])
         _sum(summed, self._group)
+        last_count = summed[3 * (self.remembered_call or 0) + 1]
+        if tally.dim() == 2:
+            summed = _added(summed, len(tally))
         summed, auxiliary = (summed, summed[:0]) if gates is None else (summed[:-1], summed[-1:])
         gate_errors = None if gates is None else gates.errors
         if gates is not None and self._skips_nonfinite:
@@ -104,13 +107,13 @@ class SynchronousUpdate(Update):
         rules = {"scaled": self.loss_scaling is not None, "skips": self._skips_nonfinite}
         if self.deferred:
             self._scaling = scale(summed, self._clip, **rules)
-            self._count: Number = summed[1]
+            self._count: Number = last_count
             found = [_on_device(each, summed) for each in self._found()]
             values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale(sums, self._clip, **rules)
-            self._count = sums[1]
+            self._count = sums[1] if tally.dim() == 1 else float(last_count)
             values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
@@ -155,7 +158,9 @@ class SynchronousUpdate(Update):
         return overflows
 
     def _remember_count(self) -> None:
-        """Remember the count of an update, unless it was refused or left out."""
+        """Remember what the engine's own loss has counted, unless the update was refused or left out."""
+        if self.remembered_call is None:
+            return
         undone = self.undoes
         if not isinstance(undone, Tensor):
             self._last_count = self._last_count if undone else self._count
@@ -280,6 +285,15 @@ def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
         is_skipped = sums.new_zeros(()).bool() | units.skip()
         place = 4 + list(Problem).index(Problem.WRONG_COUNT)
         sums[place] += is_wrong | (is_skipped & (count != 0))
+
+
+def _added(sums: Tensor, num_calls: int) -> Tensor:
+    """The sums of an update whose losses are those of several batches."""
+    tallies, others = sums.split([3 * num_calls, len(sums) - 3 * num_calls])
+    row, is_uneven = add_calls(tallies.view(num_calls, 3))
+    summed = torch.cat([row, others])
+    summed[4 + list(Problem).index(Problem.UNEVEN_COUNTS)] += is_uneven
+    return summed
 
 
 def _with_gates(sums: Tensor, auxiliary: Tensor, num_gates: int) -> Tensor:

@@ -42,6 +42,8 @@ class Update(ABC):
     units: UnitUpdates | None = None  # where units are updated in the backward pass
     loss_scaling: LossScaling | None = None  # of fp16
     number: int = 0  # of the next update, from 0; one that is refused has a number too
+    # Of the batches that add up to an update, the last one whose loss is the engine's own.
+    remembered_call: int | None = 0
 
     @property
     def loss_scale(self) -> Number:

@@ -44,13 +44,16 @@ class Feed:
         count_before: Number | None = None,
         begin: int = 0,
         scope: Scope | None = None,
+        call: int = 0,
+        own_loss: bool = True,
     ) -> tuple[dict[int, Microbatch], StepNormaliser]:
         """The microbatches of a step, numbered from `begin`, and what their losses are divided by.
-        `count_before`: what the last update was the mean of."""
+        `count_before`: what the last update was the mean of. `call`: how many batches of the same update came
+        before; `own_loss`: their loss is the engine's own."""
         samples = num_samples(batch)
-        scope = scope or self._scopes.of_step(step, samples)
+        scope = scope or self._scopes.of_step(step, samples, call)
         parts = self._cut(batch)
-        of_step = normaliser.of_step(batch, samples, count_before)
+        of_step = normaliser.of_step(batch, samples, count_before, own_loss=own_loss)
         return {
             begin + number: self._microbatch(
                 part, weight, "training", partial(scope, number), of_step, loss_scale

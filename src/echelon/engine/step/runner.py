@@ -34,6 +34,7 @@ from echelon.program import (
     add_transfers,
     check,
     forward_only,
+    split_update,
     without_update,
 )
 from echelon.update.numbers import Number, StepNumbers
@@ -92,7 +93,11 @@ class StepRunner(ABC):
         try:
             return self._train(batch, step)
         finally:
-            self._upload.wait()
+            self.wait_for_batch()
+
+    def wait_for_batch(self) -> None:
+        """Return when the batch may be changed."""
+        self._upload.wait()
 
     @abstractmethod
     def _train(self, batch: Batch, step: int) -> StepNumbers: ...
@@ -168,6 +173,11 @@ class StepRunner(ABC):
         measured = None if measure is None else agree_on_means(measuring.sums, group, device)
         return Evaluation(loss / counted, round(counted), measured)
 
+    def forward(self, batch: Batch) -> None:
+        """Take a batch forward, for observers to see; the model is in the mode that it has."""
+        feed = self.feed.of_evaluation(batch)
+        self._run(self.forward_script(len(feed)), feed)
+
     def differentiate(self, batch: Batch, step: int, scope: Scope) -> Tensor:
         """Run the passes of a step on some samples, without its update, and with nothing of gates; returns
         the tally. Gradients are summed over ranks, until `local.start_step` clears them. All ranks must call
@@ -203,9 +213,21 @@ class StepRunner(ABC):
     def _pass_program(self, number: int) -> Program:
         """Make the program of `number` microbatches, from an empty pipeline to an empty one."""
 
-    def _script(self, key: object, make: Callable[[], Program]) -> Script:
+    def _part_script(self, number: int, *, sums: bool) -> Script:
+        """A step's passes on `number` microbatches. `sums`: and the sums of their gradients over ranks."""
+        return self._script(
+            ("part", number, sums), lambda: split_update(self._pass_program(number))[0], sums=sums
+        )
+
+    def _update_script(self, *, sums: bool) -> Script:
+        """The rest of a step. `sums`: after passes whose gradients are to be summed."""
+        return self._script(
+            ("update", sums), lambda: split_update(self._local.program, sums=sums)[1], continues=True
+        )
+
+    def _script(self, key: object, make: Callable[[], Program], **options: bool) -> Script:
         if key not in self._scripts:
-            self._scripts[key] = Script(make(), self._rank)
+            self._scripts[key] = Script(make(), self._rank, **options)
         return self._scripts[key]
 
     def _training_feed(
@@ -215,6 +237,8 @@ class StepRunner(ABC):
         count_before: Number | None = None,
         begin: int = 0,
         scope: Scope | None = None,
+        call: int = 0,
+        own_loss: bool = True,
     ) -> dict[int, Microbatch]:
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
@@ -227,6 +251,8 @@ class StepRunner(ABC):
             count_before=count_before,
             begin=begin,
             scope=scope,
+            call=call,
+            own_loss=own_loss,
         )
         if self._update.units is not None:
             self._update.units.start_passes(

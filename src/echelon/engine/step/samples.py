@@ -20,6 +20,7 @@ from echelon.nn.hashing import hash_of
 from echelon.nn.wrapping import Wrapping
 from echelon.update.numbers import HostCopy
 
+_CALL_BITS = 40  # of a key: above the number of any step
 Counts = Callable[[int], Sequence[int] | Tensor]  # from the samples of this replica to those of each
 
 
@@ -86,11 +87,14 @@ class Scopes:
         """Draws of forwards that belong to no sample, as far as is known: each "numpy.random in encoder"."""
         return [] if self._agreement is None else list(self._agreement.draws.foreign)
 
-    def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
-        """Return a function that opens the scope of a microbatch."""
-        if self._agreement is not None:
+    def of_step(
+        self, step: int, samples: int, call: int = 0
+    ) -> Callable[[int], AbstractContextManager[None]]:
+        """Return a function that opens the scope of a microbatch. `call`: how many batches of the same step
+        came before; each draws numbers of its own."""
+        if self._agreement is not None and call == 0:
             self._agreement.start_step()
-        return self._of_passes(step, samples)
+        return self._of_passes(step + (call << _CALL_BITS), samples)
 
     def of_evaluation(self, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """The same in an evaluation, where each one draws the same numbers."""

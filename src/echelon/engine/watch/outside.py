@@ -23,7 +23,7 @@ from echelon.errors import UserError
 from echelon.nn.layering import listed_layers
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
-from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.layer_sharding import LayerSharding, LogitsChoice
 from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor.modules import Column
@@ -86,7 +86,7 @@ def guard_outside(
     elif layers.has_split_logits:
         for column in (find_wrapper(module, Column) for module in model.modules()):
             if column is not None and column.vocabulary is not None:
-                wrapping.after(GUARD, column.module, partial(_join_logits, column, inside))
+                wrapping.after(GUARD, column.module, partial(_join_logits, column, inside, layers.logits))
     absent = _absent_modules(model, local, plan)
     holders = [model, *absent.values(), *_holders_of_parts(model, layers, plan)]
     if len(holders) > 1:
@@ -107,9 +107,11 @@ def _refuse(inside: Inside, text: str, *_: Any, **__: Any) -> None:
 
 
 @untraced
-def _join_logits(column: Column, inside: Inside, _module: nn.Module, _args: Any, output: Any) -> Any:
-    """Behind the head: return all logits between steps, and not this rank's part of them."""
-    return output if inside else column.join(output)
+def _join_logits(
+    column: Column, inside: Inside, logits: LogitsChoice, _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    """Behind the head: return all logits between steps, and for a loss that is not one of parts."""
+    return output if inside and not logits.are_joined else column.join(output)
 
 
 def _refuse_state_dict(inside: Inside, text: str, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:

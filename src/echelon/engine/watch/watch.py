@@ -36,6 +36,10 @@ from echelon.update.precision.optimizer_call import has_step_hooks
 from echelon.update.precision.stepper import has_other_step
 from echelon.update.update import Update
 
+_WAITING = (
+    "gradients are summed over ranks in engine.update(), and until then each rank has its own part; "
+    "parallelize(clip=…) clips their norm, and engine.update().grad_norm tells it"
+)
 _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
 
 
@@ -111,6 +115,11 @@ class Watch:
                 if str(error) == Problem.LOST_CHANGE.value:  # every rank is told: the next step is right
                     self.forget()
                 raise
+
+    def hide_gradients(self, *, hidden: bool) -> None:
+        """Until an update has summed gradients over ranks, `.grad` is one rank's part: to use it raises."""
+        is_lost = hidden and self._plan.ranks > 1
+        self._idle.lost_gradient = _WAITING if is_lost else lost_gradient(self._plan)
 
     def forget(self) -> None:
         """Drop what the user has changed: a load has replaced all weights."""

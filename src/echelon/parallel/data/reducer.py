@@ -18,6 +18,12 @@ from echelon.collectives.agreement import FlagExchange
 from echelon.errors import UserError
 from echelon.parallel.data.grad_accumulation import Accumulation, hook_gradient
 
+BARE_BACKWARD = (
+    "loss.backward() of a model that an engine trains: gradients of this rank alone would be added, which no "
+    "other rank sums; write engine.backward(loss) of what engine(x) returned, or engine.step(batch). For "
+    "gradients of inputs, torch.autograd.grad adds to none. See docs/loops.md"
+)
+
 
 class Reducer:
     """Calls `reduce(index)` once for each group and backward pass, in the order of the groups."""
@@ -39,7 +45,8 @@ class Reducer:
         self._place: dict[nn.Parameter, int] = {}
         self.used: set[nn.Parameter] = set()  # in this step
         self._arrivals: list[nn.Parameter] = []
-        self._in_step = False  # else a user's own backward pass would be reduced, on this rank alone
+        self._in_step = False
+        self._in_backward = False  # else it is a backward pass of the user's own, on this rank alone
         self._previous: Reducer | None = None
         self._following: Reducer | None = None
         self.accumulation = Accumulation()
@@ -67,7 +74,7 @@ class Reducer:
 
     def start_backward(self, *, reducing: bool) -> None:
         """Gradients of this backward pass complete their groups, if `reducing`; else they only add up."""
-        self._reducing = reducing
+        self._reducing, self._in_backward = reducing, self._in_step
         self.accumulation.is_open = self._in_step and not reducing
         self._next = 0
         self._early: set[int] = set()  # groups that were reduced before their turn
@@ -75,6 +82,7 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce what is left: parameters that the backward pass did not reach leave their groups open."""
+        self._in_backward = False
         while self._reducing and self._next < len(self._groups):
             self._reduce_next()
         if self._following is not None and self._following._reducing:
@@ -82,7 +90,7 @@ class Reducer:
 
     def finish_step(self) -> None:
         """Gradients that come before the next step are not ours."""
-        self._in_step = self.accumulation.is_open = False
+        self._in_step = self._in_backward = self.accumulation.is_open = False
 
     @property
     def all_reduced(self) -> bool:
@@ -97,8 +105,8 @@ class Reducer:
     def _arrived(self, parameter: Tensor) -> None:
         """The backward pass has added to this parameter's gradient."""
         assert isinstance(parameter, nn.Parameter)
-        if not self._in_step:
-            return  # a backward pass of the user's own over the same model
+        if not self._in_backward:
+            raise UserError(BARE_BACKWARD)
         self._refuse_late(parameter)
         if parameter.grad is not None:  # torch calls the hook also when a function has no gradient for it
             self._accumulate(parameter)

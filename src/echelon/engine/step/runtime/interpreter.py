@@ -100,12 +100,14 @@ class Interpreter:
         self._tally = self._no_losses()
         if self._versions is None:  # all of a step's losses are one update's
             self._since_update = self._tally
-        self._mailbox.start_step(script, feed)
-        self._timer.start_step(script.rank, script.instructions)
+        self._timer.start_step(script.rank, script.instructions, continues=script.continues)
+        if not script.continues:
+            self._mailbox.start_step(script, feed)
         with explain_second_order():
             self._execute(script)
         at_instruction("")  # a hang between steps is of no instruction
-        self._mailbox.finish_step()
+        if not script.continues:
+            self._mailbox.finish_step()
         self._feed = {}
         return self._tally
 
@@ -303,15 +305,16 @@ class Interpreter:
         self._stages[instruction.stage].gather(backward=following.op is not Op.FORWARD)
 
     def _reduce(self, instruction: Instruction) -> None:
-        """Return when the stage's gradients are summed.
+        """Return when the stage's gradients are summed, if they are to be now.
 
         Where replicas talk in every backward pass, one that has had fewer of them makes up for it.
         """
-        stage = self._stages[instruction.stage]
+        stage, sums = self._stages[instruction.stage], self._script.sums
         for left in reversed(range(self._rounds_to_make_up(stage))):
-            stage.make_up_round(last=left == 0)
-        self._observers.tell("before_reduce")
-        stage.reduce()
+            stage.make_up_round(last=left == 0 and sums)
+        if sums:
+            self._observers.tell("before_reduce")
+            stage.reduce()
 
     def _rounds_to_make_up(self, stage: Stage) -> int:
         return self._script.missing_rounds(stage.index) if stage.lockstep else 0
