@@ -143,7 +143,7 @@ Batch = tuple[Any, Any]  # (inputs, targets)
 
 def num_samples(structure: Any) -> int:
     """Count the samples of a batch, or of a part of one."""
-    sizes = {len(tensor) for tensor in tensors_of(structure)}
+    sizes = {tensor.shape[0] for tensor in tensors_of(structure)}
     if len(sizes) != 1:
         raise UserError(
             "every tensor of a batch must have the same first dim, the samples; "

@@ -78,8 +78,9 @@ class Stage:
 
     def forward(self, value: Any) -> Any:
         self.mark_run()
-        held = self._iterated if self._num_forwards > 1 else []
-        with no_iteration(held):
+        if self._num_forwards == 1 or not self._iterated:
+            return call_stage(self.module, value)
+        with no_iteration(self._iterated):
             return call_stage(self.module, value)
 
     def start_backward(self, *, last: bool) -> None:

@@ -179,6 +179,36 @@ def shown_traits(traits: Tensor) -> Tensor:
     return (traits > 0).any(0)
 
 
+@torch.no_grad()
+def shows_known(batch: Any, known: list[bool]) -> bool:
+    """Return True where the smallest and the largest number of each tensor rule out that `sample_traits`
+    shows another trait than the `known` ones. Where they do not, or are on a device, it may."""
+    inputs, targets = batch
+    wide = max((leaf.shape[1] for leaf in _tensors(inputs) if leaf.dim() > 1), default=None)
+    counted = [leaf for leaf in _tensors(inputs) if not _is_real(leaf)]
+    of_targets = all(_shows_known(leaf, wide, known, is_target=True) for leaf in _tensors(targets))
+    return of_targets and all(_shows_known(leaf, None, known, is_target=False) for leaf in counted)
+
+
+def _shows_known(leaf: Tensor, wide: int | None, known: list[bool], *, is_target: bool) -> bool:
+    is_readable = leaf.is_cpu and leaf.layout == torch.strided and not leaf.is_complex()
+    if not is_readable or leaf.dtype == torch.bool or not 0 < leaf.numel() <= _LARGEST:
+        return False
+    low, high = (each.item() for each in torch.aminmax(leaf))
+    if not low <= high:  # not a number
+        return False
+    has_class = is_target and not leaf.is_floating_point()
+    if low <= 0 <= high and not (known[_ZEROS] and known[_OTHER_AMOUNTS][0]):
+        return False
+    if low < 0 and not (known[_NEGATIVES] and known[_OTHER_AMOUNTS][1]):
+        return False
+    is_past_end = has_class and wide is not None and high >= wide
+    if is_past_end and not known[_PAST_END]:
+        return False
+    is_short = low >= 0 and high < _CLASSES
+    return not has_class or all(known[int(low) : int(high) + 1] if is_short else known[:_CLASSES])
+
+
 def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:
     """Choose `count` samples, the first and the last in the order of how much they have of `new` traits, or
     else of zeros, negative numbers and NaNs: parts of them have different amounts. Among those of one amount

@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map, tree_map_only
 from echelon.engine.audit.gradient_comparison import Take
 from echelon.engine.audit.plain_form import PlainForm, late_hooks
 from echelon.engine.step.feed import to_device
-from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import AttributeSnapshot
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import call, cast, num_samples
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Loss, total_and_count
 from echelon.nn.sample_gathering import Replicas
 
@@ -120,7 +121,7 @@ class Reference:
             if not run.training:
                 self._model.eval()
             replicas = Replicas()  # one device
-            with counting(samples, scope), replicas.gathering():
+            with CountedSamples(samples, scope), replicas.gathering():
                 output = call(self._model, cast(inputs, self.dtype))
                 result = self._loss(output, targets)
                 total, count = total_and_count(result, samples, run.all_samples)

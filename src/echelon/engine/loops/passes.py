@@ -24,11 +24,11 @@ from echelon.collectives.agreement import gather_rows
 from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.setup import Setup
 from echelon.engine.step.feed import to_device
-from echelon.engine.step.samples import counting
 from echelon.engine.step.side_effects import without_autocast_cache
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, Inputs, call, cast, tensors_of
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Sum
 from echelon.parallel.observer import BackwardPass, ForwardPass
 from echelon.parallel.stage import Stage
@@ -84,7 +84,7 @@ class OwnPasses:
                 without_autocast_cache(),
                 self._setup.layers.using(None, whole_logits=True),
                 observers.around("around_pass", forward),
-                counting(self._samples, lambda: scope(0)),
+                CountedSamples(self._samples, lambda: scope(0)),
                 observers.around("around_layers", forward),
             ):
                 # The model's own forward, also where a step runs it layer by layer.

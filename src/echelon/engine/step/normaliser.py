@@ -262,6 +262,8 @@ def count_targets(targets: Any, samples: int, device: torch.device | None = None
     (tensor,) = tensors
     counted: Number = tensor.numel()
     if tensor.dtype == torch.int64:
+        if device is None and tensor.is_cpu and counted and int(tensor.min()) > IGNORED_TARGET:
+            return Counts(samples, counted, float(counted))  # none is ignored: one look, and not two
         summed = (tensor != IGNORED_TARGET).sum()
         counted = float(summed) if device is None else summed.double().to(device, non_blocking=True)
     return Counts(samples, tensor.numel(), counted)

@@ -12,7 +12,6 @@ zero=3, offload and experts need all ranks in the call, as they do in a step.
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -48,13 +47,14 @@ class Inside:
     def __bool__(self) -> bool:
         return self._depth > 0 or threading.get_ident() != self._thread
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> "Inside":
+        return self
+
+    def __enter__(self) -> None:
         self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
 
     def __deepcopy__(self, _: Any) -> "Inside":
         return _always_inside()

@@ -139,4 +139,7 @@ class Losses:
         normaliser: Number = 0.0 if is_sum else 1.0
         if step is not None:  # in training
             normaliser = step.of_loss(count, targets.values, is_pair=is_pair) / microbatch.loss_scale
-        return MicrobatchLoss(total * (microbatch.weight if is_sum else weight), count * weight, normaliser)
+        own = microbatch.weight if is_sum else weight
+        if own == weight == 1:  # as in most plans; a product would be one more operation of both passes
+            return MicrobatchLoss(total, count, normaliser)
+        return MicrobatchLoss(total * own, count * weight, normaliser)
