@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from echelon.parallel.stage_names import Names
+from echelon.parallel.called_stage import Names
 
 
 def test_names_are_those_of_the_whole_model() -> None:

@@ -3,7 +3,6 @@
 core.py          its parts, and what it tells of itself
 loop_calls.py    steps and evaluations: the work of step/
 state_calls.py   whole weights, files, checkpoints: the work of saving/
-rank_calls.py    what one rank prints, and what all measure together
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from echelon.engine.loop_calls import LoopCalls
-from echelon.engine.rank_calls import RankCalls
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
 from echelon.engine.state_calls import StateCalls
 from echelon.engine.step.balance import ExpertLoad
@@ -21,7 +19,7 @@ from echelon.program import Span
 from echelon.update.update import Push
 
 
-class Engine(LoopCalls, StateCalls, RankCalls):
+class Engine(LoopCalls, StateCalls):
     """Made by `echelon.parallelize`; the same calls on every rank. `close` it, or use it in a `with`."""
 
     def observe(self, observer: StepObserver) -> None:

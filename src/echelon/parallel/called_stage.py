@@ -9,9 +9,9 @@ are. What a skipped layer returns is absent, and so is all that is computed of i
 needs something absent is refused.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,25 @@ from echelon.nn.layering import name_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
 from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import LocalStages
-from echelon.parallel.stage_names import Names
+
+
+class Names(NamedTuple):
+    """A model's names, from before it was split: of parameters (the first, where tied) and of modules."""
+
+    parameters: Mapping[nn.Parameter, str]
+    modules: Mapping[nn.Module, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Names":
+        return cls(
+            {parameter: name for name, parameter in model.named_parameters()},
+            {module: name for name, module in model.named_modules()},
+        )
+
+    def buffer(self, module: nn.Module, name: str) -> str:
+        """Return the model's name for a buffer of a module, or the module's for one of another module."""
+        path = self.modules.get(module)
+        return f"{path}.{name}" if path else name
 
 
 class AbsentTensor(Tensor):

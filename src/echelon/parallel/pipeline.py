@@ -15,8 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.errors import UserError
 from echelon.nn.layering import how_to_list, listed_layers, stage_layers
-from echelon.parallel.called_stage import CalledStage
-from echelon.parallel.stage_names import Names
+from echelon.parallel.called_stage import CalledStage, Names
 
 
 class StageModule(nn.Module):
