@@ -147,6 +147,8 @@ class EngineCore:
             self._update.synchronize()
 
     def _show_newest(self) -> None:
+        if self.plan.delay and self._step.is_open:
+            self._step.check_closed("delay=1: the newest weights are not those of the passes so far")
         with self._watch.own_work():
             self._finish_steps()
             self._update.show_newest()

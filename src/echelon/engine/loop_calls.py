@@ -64,7 +64,9 @@ class LoopCalls(EngineCore):
         self._check_hidden()
         check_measure(measure, self.plan)
         observed = self._observed(measure, collect)
-        return observed.result(self._step.forward_backward(batch, loss, observed, last=last))
+        tally = self._step.forward_backward(batch, loss, observed, last=last)
+        with self._step.discarded_if_failed():
+            return observed.result(tally)
 
     def update(self) -> Metrics:
         """Sum the gradients over ranks, clip, update the weights and bring them to all ranks."""

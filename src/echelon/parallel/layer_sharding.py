@@ -140,7 +140,8 @@ class LayerSharding:
         own = self.user_loss, self.whole_loss, self.loss, self._ignores
         if loss is not None:
             self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[self._mesh.plan.precision])
-        self.loss = self.whole_loss if whole_logits else self._loss(self.user_loss)
+        is_whole = whole_logits or not self.has_split_logits  # the head has joined them already
+        self.loss = self.whole_loss if is_whole else self._loss(self.user_loss)
         self._ignores = split_loss(self.user_loss) is not None
         self.logits.are_joined = self.has_split_logits and self.loss is self.whole_loss
         try:

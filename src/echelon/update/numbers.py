@@ -82,8 +82,9 @@ def add_calls(sums: Tensor) -> tuple[Tensor, Tensor]:
     divisor = count + (count == 0)
     means, factors = total / divisor, weighted / divisor / divisor
     all_count = count.sum() * (count != 0).all()  # one that counts nothing refuses the update
-    row = torch.stack([means.sum() * all_count, all_count, factors[0] * all_count * all_count])
-    return row, (factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()
+    factor = factors.max()
+    row = torch.stack([means.sum() * all_count, all_count, factor * all_count * all_count])
+    return row, ((factors - factor) * (count != 0)).abs().max() > 1e-9 * factor
 
 
 def _is_not_finite(number: Any) -> Any:

@@ -261,7 +261,7 @@ class SynchronousUpdate(Update):
     def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:
         if self.averages is not None and self.averages.is_shown:
             return  # masters must not follow averages; the change is refused when these are hidden
-        self._digest = digest
+        self._digest += digest
         for sharing in self._stages.sharings:
             sharing.take_over(changed)
         local = [each for each in self._stages.local_parameters() if each.parameter in changed]

@@ -26,6 +26,7 @@ class OwnLoop(Step):
     """Steps, whole or in parts."""
 
     _timer: StepTimer | None = None  # of the update whose gradients add up now
+    num_opened = 0  # updates that were begun in parts
 
     @property
     def is_open(self) -> bool:
@@ -35,6 +36,9 @@ class OwnLoop(Step):
     def forward_backward(self, batch: Any, loss: Loss | None, observed: Observed, *, last: bool) -> Tensor:
         """Add the gradients of this replica's part of a batch; returns the tally of its losses here."""
         runner, reader = self.check_split(), self._setup.reader.for_loss(loss)
+        if self.is_open:
+            runner.check_not_summed()
+            self._check_one_call()
         if not self.is_open:
             self._check_earlier_steps()
         pair = self._read(batch, reader)
@@ -45,21 +49,29 @@ class OwnLoop(Step):
         ):
             if not self.is_open:
                 self._ask_audit(batch, pair, refusal, reader)
-                self._open(pair)
-            elif self._setup.gates.places:
-                raise UserError(
-                    f"plan '{self._setup.mesh.plan}': the gates of experts are balanced over the batch of an "
-                    "update, and forward_backward was called twice before update(); give all samples at "
-                    "once, in more microbatches"
-                )
+                self._open(pair if loss is None else None)
             with observed.by(self._setup.observers):  # and not around the audit, which runs passes too
                 tally = runner.pass_through(pair, last=last, own_loss=loss is None)
                 self._watch.hide_gradients(hidden=True)
                 runner.wait_for_batch()
                 return tally
 
+    def _check_one_call(self) -> None:
+        """Refuse a second batch for an update that can have one."""
+        plan = self._setup.mesh.plan
+        reason = "the gates of experts are balanced over the batch of an update"
+        if plan.sync == "async":
+            reason = "a worker tells the server of one batch with each update"
+        elif not self._setup.gates.places:
+            return
+        raise UserError(
+            f"plan '{plan}': {reason}, and forward_backward was called twice before update(); give all "
+            "samples at once, in more microbatches"
+        )
+
     def _open(self, pair: Batch | None) -> None:
         runner = self.check_split()
+        self.num_opened += 1
         self._timer = self._begin(pair)
         runner.begin(self.counter.begun)
 
@@ -85,11 +97,18 @@ class OwnLoop(Step):
             )
         with self.discarded_if_failed(), self._watch.step(is_empty=True):
             numbers = runner.finish()
-            self.discard()
+            self._close()
             return self._finish(numbers, timer)
 
     def discard(self) -> None:
         """Let go of gradients that wait for an update. The next one begins without them."""
+        if self.is_open:
+            with self._watch.own_work():
+                for parameter in self._setup.local.trained():
+                    parameter.grad = None
+        self._close()
+
+    def _close(self) -> None:
         self._timer = None
         self._watch.hide_gradients(hidden=False)
 
@@ -103,8 +122,12 @@ class OwnLoop(Step):
             raise
 
     def check_closed(self, call: str) -> None:
-        """Refuse a call that would lose gradients."""
-        if self.is_open and self.check_split().has_tallies:
+        """Refuse a call that would lose gradients; forward passes alone are forgotten."""
+        if not self.is_open:
+            return
+        if not self.check_split().has_tallies:
+            self._close()
+        else:
             raise UserError(
                 f"{call}: gradients of engine.forward_backward or engine.backward wait for their update; "
                 "call engine.update() first, or engine.zero_grad() to drop them. See docs/loops.md"

@@ -15,6 +15,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.step.metrics import Measure, Measuring, agree_on_means
 from echelon.engine.step.runtime.message import Spec
 from echelon.errors import UserError
+from echelon.nn.batch import tensors_of
 from echelon.parallel.context import put_together
 from echelon.parallel.observer import ForwardPass, LossPass, Observers, StepObserver
 from echelon.program import Program
@@ -107,12 +108,14 @@ class Collecting(StepObserver):
         self._number = 0
         self._outputs: dict[int, Any] = {}
         self._samples: dict[int, int] = {}
+        self._length: int | None = None  # of this rank's part of sequences
 
     def around_pass(self, forward: ForwardPass) -> None:
         self._number = forward.slot[1]
 
     def after_loss(self, loss: LossPass) -> None:
         if loss.counts:  # else the microbatch only fills up
+            self._length = next((t.shape[1] for t in tensors_of(loss.output) if t.dim() > 1), None)
             output = self._collect(loss.output, loss.targets)
             self._outputs[self._number] = tree_map_only(Tensor, torch.detach, output)
             self._samples[self._number] = loss.num_samples
@@ -124,7 +127,9 @@ class Collecting(StepObserver):
         for microbatch in range(number):
             part, samples = self._outputs.get(microbatch), self._samples.get(microbatch, 0)
             if context.size > 1 and samples:
-                part = tree_map_only(Tensor, lambda leaf: _whole_sequence(leaf, context, mesh.device), part)
+                part = tree_map_only(
+                    Tensor, lambda leaf: _whole_sequence(leaf, self._length, context, mesh.device), part
+                )
             if pipeline.size > 1:
                 holder = program.holder(program.stages - 1, microbatch)
                 part, samples = _share(part, samples, pipeline, holder, mesh.device)
@@ -150,10 +155,14 @@ def _share(part: Any, samples: int, group: Group, source: int, device: torch.dev
     return spec.rebuild(tensors), samples
 
 
-def _whole_sequence(leaf: Tensor, group: Group, device: torch.device) -> Tensor:
+def _whole_sequence(leaf: Tensor, length: int | None, group: Group, device: torch.device) -> Tensor:
     """Put together what the ranks along `context` have of sequences."""
-    if leaf.dim() < 2:
-        return leaf
+    if leaf.dim() < 2 or leaf.shape[1] != length:
+        raise UserError(
+            f"outputs with context={group.size}: {list(leaf.shape)} has no dim of {length} positions behind "
+            "that of samples, and each rank has computed it of its own positions; collect values of "
+            "positions, and sum them afterwards"
+        )
     lengths = {tuple(shape) for shape in gather_values(list(leaf.shape), group, device, "outputs")}
     if len(lengths) > 1:
         raise UserError(

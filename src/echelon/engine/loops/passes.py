@@ -23,7 +23,7 @@ from torch import Tensor
 from echelon.collectives.agreement import gather_rows
 from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.setup import Setup
-from echelon.engine.step.feed import to_device
+from echelon.engine.step.feed import Upload, to_device
 from echelon.engine.step.side_effects import without_autocast_cache
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
@@ -32,6 +32,7 @@ from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Sum
 from echelon.parallel.observer import BackwardPass, ForwardPass
 from echelon.parallel.stage import Stage
+from echelon.update.numbers import Number
 
 _alive: WeakSet["OwnPasses"] = WeakSet()
 _numbers = count()
@@ -51,6 +52,7 @@ class OwnPasses:
         self._setup, self._loop, self._watch = setup, loop, watch
         self._samples = 0  # of the last forward pass
         self._slots: list[tuple[int, int]] = []  # of forward passes since the last update
+        self._opened = 0  # the update that they are of
         self._is_checked = False
         self.number = next(_numbers)
         _alive.add(self)
@@ -58,7 +60,7 @@ class OwnPasses:
     @property
     def is_open(self) -> bool:
         """True if the engine was called since its last update."""
-        return self._loop.is_open and bool(self._slots)
+        return self._loop.is_open and self._opened == self._loop.num_opened and bool(self._slots)
 
     def close(self) -> None:
         _alive.discard(self)
@@ -66,15 +68,19 @@ class OwnPasses:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model. Without gradients that is a call between steps: it is no part of an update."""
         self._check()
-        if not torch.is_grad_enabled():
-            return self._setup.model(*args, **kwargs)
         mesh, observers = self._setup.mesh, self._setup.observers
         inputs: Any = cast(to_device(Inputs(*args, **kwargs), mesh.device), DTYPES[mesh.plan.precision])
+        upload = Upload(Inputs(*args, **kwargs), mesh.device)
+        if not torch.is_grad_enabled():
+            output = call(self._setup.model, inputs)
+            upload.wait()
+            return output
         tensors = tensors_of(inputs)
         self._samples = len(tensors[0]) if tensors and tensors[0].dim() else 1
-        with self._watch.own_work(), self._loop.discarded_if_failed():
+        with self._watch.own_work(), self._abandoned_if_failed():
             number, place = self._loop.next_call()
-            self._slots = self._slots if place else []
+            if self._opened != self._loop.num_opened:
+                self._opened, self._slots = self._loop.num_opened, []
             slot = (0, place)
             forward = ForwardPass(slot, inputs, inputs, None, 1, trains=True)
             scope = self._setup.scopes.of_step(number, self._samples, place)
@@ -92,6 +98,7 @@ class OwnPasses:
             self._stage.free()
             observers.tell("store", slot)
         self._slots.append(slot)
+        upload.wait()
         return output
 
     def backward(
@@ -100,21 +107,23 @@ class OwnPasses:
         """Add the gradients of a mean over this `number` of samples, or of a sum."""
         self._check()
         total = loss.total if isinstance(loss, Sum) else loss
-        self._check_loss(total)
         engines, lending = [self, *others], _lending()
+        self._check_loss(total, engines)
+        scale = self._setup.update.loss_scale
         with ExitStack() as stack:
             for each in lending:
                 stack.enter_context(each._lent())
-            means = [each._count(loss, number) for each in engines]
+            means = [each._count(loss, number, scale) for each in engines]
             for each in engines:
                 stack.enter_context(each._taking())
             lent = [each for each in lending if each not in engines]
             leaves = None if not lent else _leaves(total, {id(p) for each in lent for p in each._trained})
             torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
 
-    def _count(self, loss: Tensor | Sum, samples: float | None) -> Tensor:
-        """Enter a loss into the tally of the update; returns what its backward pass starts from."""
-        mesh, scale = self._setup.mesh, self._setup.update.loss_scale
+    def _count(self, loss: Tensor | Sum, samples: float | None, scale: Number) -> Tensor:
+        """Enter a loss into the tally of the update; returns what its backward pass starts from. `scale`: of
+        the engine whose `backward` was called."""
+        mesh = self._setup.mesh
         number = (
             1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if samples is None else samples
         )
@@ -132,9 +141,20 @@ class OwnPasses:
         return torch.mul(loss, weight.to(torch.promote_types(loss.dtype, torch.float32)))
 
     @contextmanager
+    def _abandoned_if_failed(self) -> Iterator[None]:
+        """A pass that raises leaves nothing behind; what it has added cannot be taken back."""
+        with self._loop.discarded_if_failed():
+            try:
+                yield
+            except BaseException:
+                self._setup.observers.tell("abandon")
+                self._stage.abandon_pass()
+                raise
+
+    @contextmanager
     def _lent(self) -> Iterator[None]:
         """Around a backward pass that may need the weights of this engine."""
-        with self._watch.own_work(), self._loop.discarded_if_failed():
+        with self._watch.own_work(), self._abandoned_if_failed():
             for slot in self._slots:
                 self._setup.observers.tell("fetch", slot)
             self._stage.gather(backward=True)
@@ -182,17 +202,20 @@ class OwnPasses:
         self._loop.check_split()
         self._is_checked = True
 
-    def _check_loss(self, loss: Any) -> None:
+    def _check_loss(self, loss: Any, engines: Sequence["OwnPasses"]) -> None:
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             form = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
                 f"engine.backward(loss): the loss is {form}: must be a tensor of one number that depends on "
                 "what engine(x) returned, like losses.mean()"
             )
-        if not self.is_open:
+        for each in engines:
+            each._loop.check_split().check_not_summed()
+        if not all(each.is_open for each in engines):
             raise UserError(
-                "engine.backward(loss): this engine was not called since its last update; call engine(x), "
-                "not the module, and compute the loss of what it returns. See docs/loops.md"
+                "engine.backward(loss): this engine, or one given beside it, was not called since its last "
+                "update; call engine(x), not the module, and compute the loss of what it returns. See "
+                "docs/loops.md"
             )
 
 

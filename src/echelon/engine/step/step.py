@@ -158,7 +158,7 @@ class FlushedRunner(SidePasses):
         self._number = self._update.number = step
         self._start()
         self._buffers.take()
-        self._tallies: list[Tensor] = []  # of the losses of each batch
+        self._tallies = []
         self._is_summed, self._num_calls = False, 0
         self._update.remembered_call = None
 
@@ -168,29 +168,14 @@ class FlushedRunner(SidePasses):
         `own_loss`: the loss is the engine's own, of which earlier steps tell what it counts."""
         with self._undone_if_refused():
             call = self.next_call()
-            self._update.remembered_call = call if own_loss else self._update.remembered_call
+            if own_loss:
+                self._update.remembered_call = len(self._tallies)
+            for stage in self._local.stages.values():
+                stage.start_step()  # each batch is one forward pass of one device, however it is cut
             feed = self._step_feed(batch, self._number, call=call, own_loss=own_loss)
             self._tallies.append(self._run(self._part_script(len(feed), sums=last), feed))
             self._is_summed = last
         return self._tallies[-1]
-
-    def next_call(self) -> int:
-        """Count the passes of this update; returns how many there were before."""
-        if self._is_summed:
-            raise UserError("last=True: gradients are summed over ranks already; call engine.update() first")
-        self._num_calls += 1
-        return self._num_calls - 1
-
-    @property
-    def has_tallies(self) -> bool:
-        """True if a backward pass has added to the gradients of this update."""
-        return bool(self._tallies)
-
-    def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
-        """Count a loss whose backward pass is called from outside."""
-        tally = torch.cat([total, count, count * normaliser])
-        self._tallies.append(tally if self.losses.are_counted else torch.zeros_like(tally))
-        self._is_summed = False
 
     def finish(self) -> StepNumbers:
         """Sum gradients over ranks, if they are not, and make the update."""
@@ -210,8 +195,6 @@ class FlushedRunner(SidePasses):
     def _start(self) -> None:
         self._count_before = self._update.start_step()
         self._normaliser.start_update()
-        for stage in self._local.stages.values():
-            stage.start_step()
         self.observers.tell("before_step")
 
     def _pass_program(self, number: int) -> Program:

@@ -83,7 +83,7 @@ def guard_outside(
     if layers.by_layers or plan.stages > 1:
         refusal = partial(_refuse, inside, f"plan '{plan}': {_call_sentence(plan)}")
         wrapping.before(GUARD, model, refusal, with_kwargs=True, prepend=True)
-    elif layers.has_split_logits:
+    if layers.has_split_logits:
         for column in (find_wrapper(module, Column) for module in model.modules()):
             if column is not None and column.vocabulary is not None:
                 wrapping.after(GUARD, column.module, partial(_join_logits, column, inside, layers.logits))

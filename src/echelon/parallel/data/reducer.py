@@ -71,6 +71,7 @@ class Reducer:
         self.used = set()
         self._arrivals = []
         self.start_backward(reducing=False)
+        self._in_backward = False
 
     def start_backward(self, *, reducing: bool) -> None:
         """Gradients of this backward pass complete their groups, if `reducing`; else they only add up."""

@@ -142,6 +142,7 @@ class Zero(Sharing, UnitOwner):
         while self._used:
             self._used.popitem()[1].wait()
         self.reducer.start_step()
+        self._is_last_backward = False
         if self._uses is not None:
             self._uses.start_step()
             self.residency.reset()
@@ -174,6 +175,13 @@ class Zero(Sharing, UnitOwner):
     def abandon_pass(self) -> None:
         if self._uses is not None:
             self._uses.abandon_pass()
+
+    def start_reductions(self) -> None:
+        if self._level > 1 and self._copies_group.size > 1 and not self._is_last_backward:
+            # No backward pass was known to be the last one, after which copies sum their parts.
+            self.start_backward(last=True)
+            self.finish_backward()
+        super().start_reductions()
 
     def reduce(self) -> None:
         self.start_reductions()
