@@ -93,6 +93,25 @@ def check_audit(audit: object, check_every: object) -> None:
     raise_errors("the arguments of parallelize", errors)
 
 
+def check_average(average: object, plan: Plan) -> None:
+    """Refuse what is no decay of an average, or a plan without common updates."""
+    errors = []
+    if average is not None and not _is_inside(average, 0, 1):
+        errors.append(
+            f"average={average!r}: must be a number above 0 and below 1, as 0.9999, or None for none"
+        )
+    elif average is not None and plan.sync == "async":
+        errors.append(
+            f"average={average} sync=async: a server makes versions of the weights, each from the work of "
+            "some workers; drop average, or use sync=all-reduce"
+        )
+    raise_errors("the arguments of parallelize", errors)
+
+
+def _is_inside(value: object, low: float, high: float) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and low < float(value) < high
+
+
 def _model_errors(model: object) -> list[str]:
     if isinstance(model, nn.Module):
         return []

@@ -14,6 +14,7 @@ from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.loops.passes import OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.saving.whole_model import WholeModel
 from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
@@ -41,6 +42,7 @@ class EngineCore:
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         balance = self._balance = make_balance(setup.gates, mesh, local, layers, setup.observers)
         self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
+        self._runner.replicas.open()
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._meter = Meter(self.module, partial(_storages, setup, self._runner), mesh.host_storages)
@@ -49,6 +51,7 @@ class EngineCore:
         self._state = EngineState(setup, self._counter)
         self._whole = WholeTensors(self._state, self._show_newest, self.owned)
         self._watch = Watch(self.module, mesh, local, layers, update, inside)
+        self._whole_model = WholeModel(audit.form, self._state, self._whole)
         search = None
         if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             search = NonfiniteSearch(self._runner, self._runner.replay, self._state)
@@ -138,6 +141,7 @@ class EngineCore:
         With delay=1 the next step computes with these, as the first one does. Whatever else reads the newest
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
+        self._check_hidden()
         with self._watch.own_work():
             self._finish_steps("engine.synchronize(), save or load")
             self._update.synchronize()
@@ -157,7 +161,15 @@ class EngineCore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UserError("this engine is closed; make another one with parallelize")
+        self._watch.check_not_plain()
         self._checkpointing.check_loaded()
+        if self._update.averages is not None:
+            self._update.averages.finish_hiding()
+
+    def _check_hidden(self) -> None:
+        """Refuse what must not work on averages (`averaged`)."""
+        if self._update.averages is not None:
+            self._update.averages.check_hidden()
 
 
 def _storages(setup: Setup, runner: StepRunner) -> dict[str, list[Tensor]]:

@@ -35,6 +35,7 @@ class LoopCalls(EngineCore):
         nonfinite="skip": `skipped` of its metrics is true. Many in a row are an error. See docs/a-step.md.
         """
         self._check_open()
+        self._check_hidden()
         self._step.check_closed("engine.step(batch)")
         return self._step.train(batch)
 
@@ -57,6 +58,7 @@ class LoopCalls(EngineCore):
         call follows before `update`, so that sums over ranks begin behind the backward pass.
         """
         self._check_open()
+        self._check_hidden()
         check_measure(measure, self.plan)
         observed = self._observed(measure, collect)
         return observed.result(self._step.forward_backward(batch, loss, observed, last=last))
@@ -64,6 +66,7 @@ class LoopCalls(EngineCore):
     def update(self) -> Metrics:
         """Sum the gradients over ranks, clip, update the weights and bring them to all ranks."""
         self._check_open()
+        self._check_hidden()
         return self._step.update()
 
     def zero_grad(self) -> None:
@@ -73,6 +76,8 @@ class LoopCalls(EngineCore):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model on this replica's samples, under plans without stages; `backward` follows."""
         self._check_open()
+        if torch.is_grad_enabled():
+            self._check_hidden()
         return self._own_passes.forward(args, kwargs)
 
     def backward(
@@ -89,6 +94,7 @@ class LoopCalls(EngineCore):
         is summed over them. Only this engine and `others` get gradients.
         """
         self._check_open()
+        self._check_hidden()
         own = [each._own_passes for each in others]
         self._own_passes.backward(loss, count, own, retain_graph=retain_graph)
 

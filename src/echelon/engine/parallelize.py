@@ -65,6 +65,7 @@ def parallelize(
     check_every: int = 200,
     nonfinite: Nonfinite = "allow",
     most_skipped: int = MOST_SKIPPED,
+    average: float | None = None,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -82,12 +83,13 @@ def parallelize(
     that are compared with one device before they change a weight: "sampled" (1, 2, 4, 8, …), "first",
     "always" or "off". Every `check_every` steps ranks compare what all hold alike. `nonfinite`: a step not
     finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
+    `average`: the decay of a moving average of the weights (`engine.averaged`).
     """
     given = (boundaries, tensor_table, weights, layers)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
     check_objective(objective, loss, plan)
     model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers)
-    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)
+    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     model, source = prepare(model, plan, weights)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind

@@ -143,7 +143,7 @@ Batch = tuple[Any, Any]  # (inputs, targets)
 
 def num_samples(structure: Any) -> int:
     """Count the samples of a batch, or of a part of one."""
-    sizes = {len(tensor) for tensor in tensors_of(structure)}
+    sizes = {tensor.shape[0] for tensor in tensors_of(structure)}
     if len(sizes) != 1:
         raise UserError(
             "every tensor of a batch must have the same first dim, the samples; "
@@ -183,8 +183,8 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
         if samples == 0:
             raise UserError(
                 "a replica has no sample in this batch, and in a pipeline, with zero=2 or 3, with batch "
-                "norm, and with a schedule from a file every replica takes part in every microbatch; give "
-                "each replica at least one sample"
+                "norm, with gather_samples and with a schedule from a file every replica takes part in every "
+                "microbatch; give each replica at least one sample"
             )
         parts += [(_samples(batch, 0, 1), 0)] * (count - len(parts))
     return parts

@@ -39,12 +39,14 @@ class Sum:
     total: Tensor
 
 
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int] | Sum]
 
 
 def check_loss(result: Any) -> None:
-    """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
-    if isinstance(result, tuple):
+    """Refuse what the loss returned, if it is neither a mean nor (total, count) nor a Sum."""
+    if isinstance(result, Sum):
+        raise_errors("what the loss returned", _scalar_errors("the sum", result.total))
+    elif isinstance(result, tuple):
         raise_errors("what the loss returned", _pair_errors(result))
     else:
         raise_errors("what the loss returned", _scalar_errors("the loss", result))
@@ -79,11 +81,16 @@ def _kind_of(value: object) -> str:
     return f"is {'None' if value is None else 'a ' + type(value).__name__}"
 
 
-def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:
+def total_and_count(
+    result: Any, samples: int, all_samples: Tensor | float | None = None
+) -> tuple[Tensor, Tensor | int]:
     """Return a loss of so many samples as (total, count). A plain mean is one over that many.
 
-    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds.
+    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds. Totals are
+    added up, and divided by all counts, which are `all_samples`: so a Sum is multiplied by these.
     """
+    if isinstance(result, Sum):
+        return _in_float32(result.total) * (samples if all_samples is None else all_samples), samples
     if isinstance(result, tuple):
         return _in_float32(result[0]), result[1]
     return _in_float32(result) * samples, samples

@@ -264,15 +264,25 @@ class LayerSharding:
             return targets.without_padding(output, ignores=self._ignores)
         return self._hidden_padding.without_padding(output, targets.values, ignores=self._ignores)
 
-    @contextmanager
     def around(
         self,
         true_length: int | None,
         shared: Mapping[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Around a forward pass: its layers know how long the sequence is, without padding, and what all of
         them may ask for."""
+        if true_length is None and not shared and self._hidden_padding is None:
+            return scope()  # the view stays as it is
+        return self._in_view(true_length, shared, scope)
+
+    @contextmanager
+    def _in_view(
+        self,
+        true_length: int | None,
+        shared: Mapping[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[None]:
         self._view.true_length, self._view.shared = true_length, shared
         try:
             with scope():

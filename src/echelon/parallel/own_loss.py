@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import Objective
-from echelon.nn.huggingface.adapters import adapted_model
+from echelon.nn.huggingface.adapters import adapted_model, predicts_first, reason_not_passed_on
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
     causal_cross_entropy,
@@ -51,6 +51,8 @@ def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan, objective: Obje
     if loss is not None:
         return loss
     inner = adapted_model(model)
+    if reason_not_passed_on(model):  # tokens are added, or terms of the loss
+        return OwnLoss(inner, counts_first=predicts_first(model))
     if is_plain_causal_loss(inner):
         return causal_loss(inner, in_float64=plan.precision == "fp64")
     return label_cross_entropy if is_plain_encoder_loss(inner) else OwnLoss(inner)
@@ -70,9 +72,10 @@ class OwnLoss:
     A model of transformers ignores some labels. Any other model's mean is over samples.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, counts_first: bool = False) -> None:
+        """`counts_first`: a first label counts too, although the labels are those of next positions."""
         self._counts = counts_labels(model)
-        self.shifts = self._counts and shifts_labels(model)
+        self.shifts = self._counts and shifts_labels(model) and not counts_first
         self.ignore_index = _ignore_index(model)
 
     def __call__(self, output: Any, labels: Any) -> Any:

@@ -72,10 +72,15 @@ class Stage:
     def start_step(self) -> None:
         self._num_forwards = 0
 
-    def forward(self, value: Any) -> Any:
+    def mark_run(self) -> None:
+        """A forward pass begins."""
         self._num_forwards += 1
-        held = self._iterated if self._num_forwards > 1 else []
-        with no_iteration(held):
+
+    def forward(self, value: Any) -> Any:
+        self.mark_run()
+        if self._num_forwards == 1 or not self._iterated:
+            return call_stage(self.module, value)
+        with no_iteration(self._iterated):
             return call_stage(self.module, value)
 
     def start_backward(self, *, last: bool) -> None:

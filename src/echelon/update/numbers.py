@@ -219,7 +219,9 @@ class StepNumbers:
         return StepNumbers.known, (self.read(),)
 
 
-def check_counted(counted: float) -> None:
-    """Refuse a mean over nothing."""
-    if counted == 0:
+def loss_and_count(total: float, count: float, divisors: float) -> tuple[float, float]:
+    """Return (loss total, count) of an evaluation, and refuse a mean over nothing. `divisors`: 0 of losses
+    that are sums, and not divided by their count."""
+    if count == 0:
         raise UserError(_NO_SAMPLE)
+    return total if divisors else total * count, count

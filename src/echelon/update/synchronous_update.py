@@ -15,7 +15,8 @@ from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, check_counted, scale
+from echelon.update.averaging import WeightAverages
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, loss_and_count, scale
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.precision.stepper import Stepper
@@ -41,6 +42,7 @@ class SynchronousUpdate(Update):
         in_backward: bool = False,
         loss_scaling: LossScaling | None = None,
         skips_nonfinite: bool = False,
+        average: float | None = None,
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
@@ -50,6 +52,7 @@ class SynchronousUpdate(Update):
         changes nothing, and only `numbers` tells.
         `in_backward`: units are updated in the backward pass, and `step` updates what is left.
         `skips_nonfinite`: an update whose loss or gradients are not finite changes nothing.
+        `average`: the decay of an average of the weights.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
@@ -62,6 +65,7 @@ class SynchronousUpdate(Update):
         self._digest = 0.0  # of what the user has done by hand since the last step
         self._refuses_next = False
         self.units = UnitUpdates(stages.sharings, stepper) if in_backward else None
+        self.averages = None if average is None else WeightAverages(average, stages, stepper)
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
@@ -143,6 +147,8 @@ class SynchronousUpdate(Update):
                 self.stepper.step_all(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
             self.stepper.step_all(1.0, scaling.skip)
+        if self.averages is not None and (self.units is None or self.units.rehearsal is None):
+            self.averages.after_update(scaling.skip)
         if not self._steady:
             self._overflows = self._overflows + scaling.overflows
             return
@@ -191,17 +197,16 @@ class SynchronousUpdate(Update):
             self._share_weights()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        summed = tally[:2].clone()
+        summed = tally[:3].clone()
         _sum(summed, self._everyone)
-        total, count = summed.tolist()
-        check_counted(count)
-        return total, count
+        return loss_and_count(*summed.tolist())
 
     def owned(self) -> list[OwnedSlice]:
         owned = self._stages.owned_weights()
         for sharing, local in self._stages.slices():
             slices = sharing.slices(local)
-            for part, value in self.stepper.state(local).items():
+            averages = {} if self.averages is None else self.averages.state(local)
+            for part, value in (self.stepper.state(local) | averages).items():
                 if part not in self.stepper.whole_parts:
                     owned += own_state(part, value, slices)
         counters: dict[str, Number] = {"normaliser": 0.0 if self._last_count is None else self._last_count}
@@ -215,7 +220,10 @@ class SynchronousUpdate(Update):
     def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
         for sharing, local in self._stages.slices():
             boxes = partial(_boxes, slices=sharing.slices(local), in_whole=in_whole)
-            self.stepper.load(local, SavedParameter(saved, local.name, boxes, state=state))
+            of_local = SavedParameter(saved, local.name, boxes, state=state)
+            self.stepper.load(local, of_local)
+            if self.averages is not None:
+                self.averages.load(local, of_local)
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         numbers = numbers_of(numbers, None, 0)
@@ -239,6 +247,8 @@ class SynchronousUpdate(Update):
         local = self._stages.local_parameters()
         state = self.stepper.storages(local)
         state += [owned.tensor for owned in self.stepper.held_whole()]
+        if self.averages is not None and not self.stepper.on_host:
+            state += self.averages.storages()
         gradients = [*weights.gradients, *self.stepper.gradients_in_flight()]
         return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
 
@@ -249,6 +259,8 @@ class SynchronousUpdate(Update):
         self._refuses_next = refuses
 
     def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:
+        if self.averages is not None and self.averages.is_shown:
+            return  # masters must not follow averages; the change is refused when these are hidden
         self._digest = digest
         for sharing in self._stages.sharings:
             sharing.take_over(changed)

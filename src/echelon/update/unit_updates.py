@@ -75,7 +75,9 @@ class UnitUpdates:
             return
         self.has_updated = True
         with nullcontext() if self._stepper.on_host else unit.present():
-            self._stepper.step(1.0, self.skip(), unit.local)
+            skip = self.skip()
+            self._stepper.step(1.0, skip, unit.local)
+            self._stepper.after_unit(unit.local, skip)
 
 
 # A rehearsed step, where units are updated in the backward pass: its passes run, and nothing is updated.

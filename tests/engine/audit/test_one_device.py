@@ -47,7 +47,7 @@ def small_memory(num_bytes: int = MEMORY) -> Iterator[Record]:
         share(gradients, *arguments)
 
     with (
-        patch.object(one_device, "_free_bytes", lambda _: num_bytes),
+        patch.object(one_device, "free_bytes", lambda _: num_bytes),
         patch.object(WeightStream, "_fill", counted_fill),
         patch.object(one_device, "share_gradients", counted_share),
     ):

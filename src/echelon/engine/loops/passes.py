@@ -24,11 +24,11 @@ from echelon.collectives.agreement import gather_rows
 from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.setup import Setup
 from echelon.engine.step.feed import to_device
-from echelon.engine.step.samples import counting
 from echelon.engine.step.side_effects import without_autocast_cache
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
-from echelon.nn.batch import DTYPES, Inputs, cast, tensors_of
+from echelon.nn.batch import DTYPES, Inputs, call, cast, tensors_of
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Sum
 from echelon.parallel.observer import BackwardPass, ForwardPass
 from echelon.parallel.stage import Stage
@@ -73,20 +73,22 @@ class OwnPasses:
         tensors = tensors_of(inputs)
         self._samples = len(tensors[0]) if tensors and tensors[0].dim() else 1
         with self._watch.own_work(), self._loop.discarded_if_failed():
-            number, call = self._loop.next_call()
-            self._slots = self._slots if call else []
-            slot = (0, call)
+            number, place = self._loop.next_call()
+            self._slots = self._slots if place else []
+            slot = (0, place)
             forward = ForwardPass(slot, inputs, inputs, None, 1, trains=True)
-            scope = self._setup.scopes.of_step(number, self._samples, call)
+            scope = self._setup.scopes.of_step(number, self._samples, place)
+            self._stage.mark_run()
             self._stage.gather(backward=False)
             with (
                 without_autocast_cache(),
                 self._setup.layers.using(None, whole_logits=True),
                 observers.around("around_pass", forward),
-                counting(self._samples, lambda: scope(0)),
+                CountedSamples(self._samples, lambda: scope(0)),
                 observers.around("around_layers", forward),
             ):
-                output = self._stage.forward(inputs)
+                # The model's own forward, also where a step runs it layer by layer.
+                output = call(self._setup.model, inputs)
             self._stage.free()
             observers.tell("store", slot)
         self._slots.append(slot)

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime.flight import Microbatch
-from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.samples import Scopes
 from echelon.nn.batch import DTYPES, Batch, cast, microbatches, num_samples, shared_inputs, tensors_of
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.update.numbers import Number
@@ -86,8 +87,9 @@ class Feed:
             inputs = cast(to_device(inputs, device), DTYPES[self._mesh.plan.precision])
         if self._is_last:
             targets = targets._replace(values=to_device(targets.values, device))
-        shared = to_device(shared_inputs(inputs), device)
-        scope = partial(counting, num_samples(part), scope)
+        shared = shared_inputs(inputs)
+        shared = to_device(shared, device) if shared else shared
+        scope = partial(CountedSamples, targets.num_samples, scope)
         around = partial(self._layers.around, true_length, shared, scope)
         return Microbatch(inputs, targets, weight, form, around, normaliser, loss_scale)
 

@@ -6,7 +6,7 @@ the right numbers. Others would not notice: an update divides by the true count,
 by, as long as this was the same for all losses of the update.
 
     loss                              count before the first backward pass
-    a mean                            the samples of all replicas
+    a mean, or a Sum times that       the samples of all replicas
     (total, count), a single loss     its own
     (total, count), several           the samples, targets or targets that are not ignored, whichever was
                                       the count of the step before; else that count
@@ -67,6 +67,7 @@ class LossNormaliser:
         self._before: Counts | None = None  # those of the last batch before this update
         self._latest: Counts | None = None  # those of the last batch
         self._is_first = True
+        self._trial_samples: int | None = None  # which a Sum of a trial is over
 
     def start_update(self) -> None:
         """The batches from here on are of another update than the last one."""
@@ -92,6 +93,7 @@ class LossNormaliser:
         per_update = Counts(*(number / self._updates_per_step for number in counts))
         local = samples if self._has_all_losses and reads else None
         normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
+        normaliser.trial_samples, normaliser.plan = self._trial_samples, self._mesh.plan
         self._last = normaliser
         if self._is_learned:
             if not self._rules and not self._is_only:
@@ -101,11 +103,11 @@ class LossNormaliser:
             normaliser.apply(rule, compares=self._compares, has_update=has_update)
         return normaliser
 
-    def for_a_trial(self) -> "LossNormaliser":
+    def for_a_trial(self, samples: int) -> "LossNormaliser":
         """Another one, which knows as much but for what units need: no update follows, and nothing of the
-        trial is kept."""
+        trial is kept. It has so many different `samples`, and replicas may repeat them."""
         trial = copy.copy(self)
-        trial._is_learned = False
+        trial._is_learned, trial._trial_samples = False, samples
         return trial
 
     def counters(self) -> dict[str, Number]:
@@ -192,6 +194,19 @@ class StepNormaliser:
         self.has_pair = False  # whether a loss was (total, count)
         self._has_update = False  # whether the one loss, and all that it updates, are this rank's
         self.is_empty: bool | Tensor = False  # whether no loss counts anything, where that must be known
+        self.trial_samples: int | None = None
+        self.plan: Plan | None = None
+
+    def all_samples(self) -> Number:
+        """The samples that a Sum is over: those of all losses of the step."""
+        plan = self.plan
+        if plan is not None and (plan.sync == "async" or not plan.flushes):
+            raise UserError(
+                f"the loss returned echelon.Sum with plan '{plan}', whose updates are each of a part of the "
+                "batch, so that no sum is over all of it; return a mean, or take a plan with one update "
+                "per step"
+            )
+        return self._counts.samples if self.trial_samples is None else self.trial_samples
 
     def apply(self, rule: int | None, *, compares: bool, has_update: bool) -> None:
         """Losses count as `rule` says. `compares`: where one does not, that is an error."""
@@ -247,6 +262,8 @@ def count_targets(targets: Any, samples: int, device: torch.device | None = None
     (tensor,) = tensors
     counted: Number = tensor.numel()
     if tensor.dtype == torch.int64:
+        if device is None and tensor.is_cpu and counted and int(tensor.min()) > IGNORED_TARGET:
+            return Counts(samples, counted, float(counted))  # none is ignored: one look, and not two
         summed = (tensor != IGNORED_TARGET).sum()
         counted = float(summed) if device is None else summed.double().to(device, non_blocking=True)
     return Counts(samples, tensor.numel(), counted)

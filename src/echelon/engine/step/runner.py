@@ -25,6 +25,7 @@ from echelon.engine.step.runtime.wire import Wire
 from echelon.engine.step.side_effects import FirstForward, without_autocast_cache
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
+from echelon.nn.sample_gathering import Replicas
 from echelon.parallel.data.batch_norm import talks_in_forward
 from echelon.program import (
     Instruction,
@@ -62,6 +63,7 @@ class StepRunner(ABC):
         fixed_count = self._pipelined or talks or plan.schedule_is_file
         self.feed = Feed(self._mesh, self._local, self._layers, self._scopes, fixed_count=fixed_count)
         self.losses = Losses(self._layers, self.observers)
+        self.replicas = Replicas(self._mesh)
         self._normaliser = LossNormaliser(
             self._mesh,
             program.placement[-1],
@@ -178,12 +180,12 @@ class StepRunner(ABC):
         feed = self.feed.of_evaluation(batch)
         self._run(self.forward_script(len(feed)), feed)
 
-    def differentiate(self, batch: Batch, step: int, scope: Scope) -> Tensor:
-        """Run the passes of a step on some samples, without its update, and with nothing of gates; returns
-        the tally. Gradients are summed over ranks, until `local.start_step` clears them. All ranks must call
-        this, with nothing under way."""
+    def differentiate(self, batch: Batch, step: int, scope: Scope, samples: int) -> Tensor:
+        """Run the passes of a step on so many samples, which replicas may repeat, without its update, and
+        with nothing of gates; returns the tally. Gradients are summed over ranks, until `local.start_step`
+        clears them. All ranks must call this, with nothing under way."""
         normaliser = self._normaliser
-        self._normaliser = normaliser.for_a_trial()
+        self._normaliser = normaliser.for_a_trial(samples)
         try:
             with self.observers.without(Balance, DiscardStatistics, FirstForward):
                 self._local.start_step()  # and not that of the update, which may bring other weights
@@ -272,7 +274,7 @@ class StepRunner(ABC):
         if self.is_broken:
             raise UserError(self._failure)
         try:
-            with without_autocast_cache():
+            with without_autocast_cache(), self.replicas.gathering():
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()

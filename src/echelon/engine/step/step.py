@@ -176,6 +176,8 @@ class FlushedRunner(SidePasses):
 
     def next_call(self) -> int:
         """Count the passes of this update; returns how many there were before."""
+        if self._is_summed:
+            raise UserError("last=True: gradients are summed over ranks already; call engine.update() first")
         self._num_calls += 1
         return self._num_calls - 1
 

@@ -12,7 +12,6 @@ zero=3, offload and experts need all ranks in the call, as they do in a step.
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -48,13 +47,14 @@ class Inside:
     def __bool__(self) -> bool:
         return self._depth > 0 or threading.get_ident() != self._thread
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> "Inside":
+        return self
+
+    def __enter__(self) -> None:
         self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
 
     def __deepcopy__(self, _: Any) -> "Inside":
         return _always_inside()
@@ -156,7 +156,7 @@ def _call_sentence(plan: Plan) -> str:
     return (
         f"the model is called outside of a step, and with {axis} no rank can run all of it: ranks run its "
         "layers one after the other, each its own part; engine.evaluate(batch, measure) does, and "
-        "engine.close() puts the model together on every rank"
+        "`with engine.whole() as model:` puts the model together on every rank"
     )
 
 
@@ -200,8 +200,8 @@ class AbsentReads(StepObserver):
         if not self.inside:
             raise UserError(
                 f"plan '{self._plan}': module {_name_of(module)} is called on a rank that does not hold it, "
-                "since it is of another stage; engine.evaluate(batch) runs all stages, and engine.close() "
-                "puts the model together on every rank"
+                "since it is of another stage; engine.evaluate(batch) runs all stages, and "
+                "`with engine.whole() as model:` puts the model together on every rank"
             )
 
     def check_first_step(self) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.engine.step.runtime.message import Gradients, Leaf, Spec
 from echelon.engine.step.runtime.split_backward import SplitBackward
-from echelon.nn.losses import check_loss, total_and_count
+from echelon.nn.losses import Sum, check_loss, total_and_count
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, LossPass, Observers
 from echelon.parallel.padding import LocalTargets
@@ -88,7 +88,8 @@ def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 class MicrobatchLoss(NamedTuple):
     """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
-    backward pass: the count of its update, as far as it is known, by the loss scale."""
+    backward pass: the count of its update, as far as it is known, by the loss scale. In an evaluation 1, or
+    0 for a sum, which is not divided."""
 
     total: Tensor
     counted: Number
@@ -126,15 +127,19 @@ class Losses:
             seen = self._layers.without_padding(output, targets)
             result = self._layers.loss(*seen)
         check_loss(result)
-        total, count = total_and_count(result, targets.num_samples)
+        step, is_sum = microbatch.normaliser, isinstance(result, Sum)
+        all_samples = (1 if step is None else step.all_samples()) if is_sum else None
+        total, count = total_and_count(result, targets.num_samples, all_samples)
         self._observers.tell(
             "after_loss", LossPass(*seen, total, targets.num_samples, counts=microbatch.weight > 0)
         )
-        # The samples that a mean counts are shared by the ranks along `context`.
+        # The samples that a mean counts are shared by the ranks along `context`, whose sums are added up.
         is_pair = isinstance(result, tuple)
         weight = microbatch.weight * (1 if is_pair else targets.share)
-        normaliser: Number = 1.0
-        if microbatch.normaliser is not None:  # in training
-            normaliser = microbatch.normaliser.of_loss(count, targets.values, is_pair=is_pair)
-            normaliser = normaliser / microbatch.loss_scale
-        return MicrobatchLoss(total * weight, count * weight, normaliser)
+        normaliser: Number = 0.0 if is_sum else 1.0
+        if step is not None:  # in training
+            normaliser = step.of_loss(count, targets.values, is_pair=is_pair) / microbatch.loss_scale
+        own = microbatch.weight if is_sum else weight
+        if own == weight == 1:  # as in most plans; a product would be one more operation of both passes
+            return MicrobatchLoss(total, count, normaliser)
+        return MicrobatchLoss(total * own, count * weight, normaliser)
