@@ -18,6 +18,7 @@ from echelon.collectives import buffer_layout
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.verify import Case, contract
+from echelon.verify.reference import TrainingResult, train_on_one_device
 from tests.warm_ranks import WarmRanks
 
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
@@ -92,11 +93,28 @@ def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
         started.__exit__(None, None, None)
 
 
+MOST_REFERENCES = 16  # that are kept; tests of one case stand beside each other
+
+
 class _Trainers:
     """Sets of ranks that train for one contract test after the other; a failure ends a set."""
 
     def __init__(self) -> None:
         self._sets: dict[int, Ranks] = {}
+        self._references: dict[object, tuple[Case, TrainingResult]] = {}
+
+    def reference(self, case: Case, dtype: torch.dtype, **settings: Any) -> TrainingResult:
+        """The training of a case on one device: of several plans of a case, in float64, the same."""
+        made = (case.make_model, case.make_batch, case.loss, case.make_optimizer)
+        key = (*made, repr((case.steps, case.clip, case.seed, case.options, settings)))
+        if dtype != torch.float64 or key not in self._references:
+            result = train_on_one_device(case, dtype, **settings)
+            if dtype != torch.float64:
+                return result
+            if len(self._references) == MOST_REFERENCES:
+                self._references.clear()
+            self._references[key] = case, result
+        return self._references[key][1]
 
     def launch(
         self, fn: Callable[..., Any], count: int, case: Case, plan: Plan, *args: object, deadline: float
@@ -126,5 +144,6 @@ def _trainers() -> Iterator[_Trainers]:
 
 @pytest.fixture
 def warm_contract(_trainers: _Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`verify` trains on warm ranks, where it would start new ones each time."""
+    """`verify` trains on warm ranks, where it would start new ones each time, and on one device once."""
     monkeypatch.setattr(contract, "launch", _trainers.launch)
+    monkeypatch.setattr(contract, "train_on_one_device", _trainers.reference)

@@ -32,6 +32,7 @@ from echelon.program import Op, build, load_schedule, show
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_file import read_job
 from echelon.verify.inject_bug import BUGS
+from tests.test_structure import statements
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -368,7 +369,7 @@ def test_every_field_of_a_plan_is_documented_with_its_default() -> None:
 def imports(package: Path) -> Iterator[tuple[Path, str]]:
     """Each file of a package, or the module, with each other package of echelon that it imports."""
     for file in package.rglob("*.py") if package.is_dir() else [package.with_suffix(".py")]:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(file.read_bytes())):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:

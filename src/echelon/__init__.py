@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from echelon.memory import Memory
     from echelon.nn.batch import Inputs
     from echelon.nn.initialization.initial_values import deferred
+    from echelon.nn.losses import Sum
+    from echelon.nn.sample_gathering import gather_samples
     from echelon.plan import Plan
 
 __version__ = VERSION
@@ -41,8 +43,10 @@ _HOME = {
     "RankFailed": "echelon.launching",
     "RankHung": "echelon.launching",
     "Ranks": "echelon.launching",
+    "Sum": "echelon.nn.losses",
     "UserError": "echelon.errors",
     "deferred": "echelon.nn.initialization.initial_values",
+    "gather_samples": "echelon.nn.sample_gathering",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",
 }
@@ -61,10 +65,12 @@ __all__ = [
     "RankFailed",
     "RankHung",
     "Ranks",
+    "Sum",
     "UserError",
     "data",
     "deferred",
     "experts",
+    "gather_samples",
     "launch",
     "optim",
     "parallelize",

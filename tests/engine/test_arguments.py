@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
-from echelon.engine.arguments import check_arguments, check_audit, check_loss, check_optimizer
+from echelon.engine.arguments import check_arguments, check_audit, check_optimizer
 from echelon.errors import UserError
 from echelon.plan import Plan
 
@@ -107,38 +106,6 @@ def test_optimizers_that_train_something_else() -> None:
     assert "leaves out every parameter" in errors_of(check_optimizer, optimizer, given)[0]
     assert "returned a list" in errors_of(check_optimizer, given, given)[0]
     assert len(errors_of(check_optimizer, LBFGS(other.parameters()), given)) == 2
-
-
-def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:
-    return torch.ones(shape, requires_grad=True) * 2
-
-
-def test_good_losses_pass() -> None:
-    check_loss(trained())
-    check_loss((trained(), 4))
-    check_loss((trained(), torch.tensor(4)))
-    with torch.no_grad():
-        check_loss(torch.tensor(1.0))
-
-
-@pytest.mark.parametrize(
-    ("result", "says"),
-    [
-        (1.5, "is a float: must be a tensor"),
-        (None, "is None: must be a tensor"),
-        (trained((4,)), "is a tensor of shape (4,)"),
-        (torch.tensor(1.0), "does not depend on the parameters"),
-        ((trained(), 1, 2), "is a tuple of 3"),
-        ((trained(), None), "the count is None"),
-        ((trained(), trained((4,))), "the count is a tensor of shape (4,)"),
-    ],
-)
-def test_bad_losses(result: Any, says: str) -> None:
-    assert says in errors_of(check_loss, result)[0]
-
-
-def test_both_parts_of_a_pair_are_judged() -> None:
-    assert len(errors_of(check_loss, (torch.tensor(1.0), "4"))) == 2
 
 
 def test_the_audit_is_one_of_four_and_checks_come_after_some_steps() -> None:

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.collectives.recording_group import RecordingGroup
 from echelon.engine.compiling import compile_layers
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data.buffers import Buffers
+from echelon.parallel.stage import Stage
 from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, train_rank
@@ -248,11 +251,15 @@ def test_tensor_ranks_take_the_same_kernels(warm_ranks: Warm) -> None:
     assert ranks.run(compiled_options, "data=2 compile=true") == [[None] * 3] * 2
 
 
+def one_stage(model: nn.Module) -> Stage:
+    return Stage(0, model, [], Buffers(model, RecordingGroup("data")))
+
+
 def copied() -> tuple[list[str], list[str], float]:
     with backend("aot_eager"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
         names = list(model.state_dict())
-        compile_layers([model], Plan(compile=True), Wrapping())
+        compile_layers([one_stage(model)], Plan(compile=True), Wrapping())
         x = torch.ones(2, 6)
         model(x)
         other = copy.deepcopy(model)
@@ -273,7 +280,7 @@ def refusal_without_compiler() -> str:
 
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         try:
-            compile_layers([nn.Linear(1, 1)], Plan(compile=True), Wrapping())
+            compile_layers([one_stage(nn.Linear(1, 1))], Plan(compile=True), Wrapping())
         except UserError as error:
             return str(error)
     return ""

@@ -22,7 +22,7 @@ def test_a_wish_never_ends_without_a_value_and_comes_true(wish: Wish) -> None:
 
 
 def test_a_training_is_read_from_its_line() -> None:
-    for number in range(100):
+    for number in range(30):
         training = draw_random(f"line/{number}")
         assert RandomTraining.parse(str(training)) == training
         assert "\n" not in str(training)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,16 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return True
         time.sleep(0.02)
     return condition()
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process has started, and those that they have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found, last = {pid}, set[int]()
+    while found != last:
+        last = found
+        found = found | {child for child, parent in parents.items() if parent in found}
+    return found - {pid}

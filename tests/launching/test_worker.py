@@ -49,7 +49,7 @@ def test_a_rank_without_its_parent_ends_quietly(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(worker, "open_channel", Channel)
     monkeypatch.setattr(worker, "_set_up_process", lambda config: pulse.take_slot(config.board, config.rank))
     with far, pytest.raises(SystemExit) as caught:
-        worker.main(config, far)
+        worker.main(config, far, {})
     assert caught.value.code == 1
     assert isinstance(caught.value.__context__, BrokenPipeError)
 

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.models import ModelConfig, build
-from echelon.nn.layering import how_to_list, listed_layers, outside_layers
+from echelon.nn.layering import called_layers, how_to_list, listed_layers, name_layers, outside_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
 from echelon.parallel.pipeline import even_boundaries
 from tests.parallel.tensor.models import SEQUENCE, VOCAB
+from tests.unlisted_models import CNN, Lightning, NanoGPT
 
 
 def gpt(**changes: Any) -> nn.Module:
@@ -125,3 +126,92 @@ def test_layers_must_be_modules() -> None:
 
     with pytest.raises(UserError, match=r"layers\(\) of Names returns a str: must be the modules"):
         listed_layers(Names())
+
+
+# Layers that the model's own forward calls.
+
+
+def test_layers_are_those_that_the_user_names() -> None:
+    model: Any = NanoGPT()
+    assert called_layers(model) is None
+    name_layers(model, "transformer.h")
+    called = called_layers(model)
+    assert called is not None
+    assert called.layers == list(model.transformer.h)
+    assert called.describe() == "transformer.h (4 × Block)"
+    name_layers(model, None)
+    assert called_layers(model) is None
+
+
+def test_several_lists_run_in_their_order() -> None:
+    model: Any = CNN()
+    name_layers(model, ["layer2", "layer1"])
+    called = called_layers(model)
+    assert called is not None
+    assert called.layers == [*model.layer2, *model.layer1]
+    assert called.describe() == "layer2, layer1 (1 × Conv2d, 3 × Residual)"
+
+
+def test_a_named_list_stands_for_the_model_s_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert len(listed_layers(model)) == 2
+    name_layers(model, "1")
+    assert listed_layers(model) == []
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        (
+            "transformer.g",
+            r"has no module of this name; did you mean transformer.h\? the lists of NanoGPT are tr",
+        ),
+        (
+            "lm_head",
+            r"is a Linear, and must be an nn.ModuleList or nn.Sequential.*lists of NanoGPT are transf",
+        ),
+        ("transformer", "is a ModuleDict, and must be"),
+        ("", "is a NanoGPT, and must be"),
+        ("acts", "none of its 2 children has parameters"),
+        (["transformer.h", "transformer.h"], "names a layer twice"),
+        (["transformer.h", "transformer.h.0.mlp"], "one list is inside of a layer of another"),
+    ],
+)
+def test_names_that_are_no_layers_are_refused(paths: str | list[str], words: str) -> None:
+    model = NanoGPT()
+    model.acts = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+    with pytest.raises(UserError, match=words):
+        name_layers(model, paths)
+    assert called_layers(model) is None
+
+
+def test_the_list_of_the_model_inside_a_wrapper_is_found() -> None:
+    """Twice wrapped: the outer model of both is meant."""
+    model: Any = nn.ModuleDict({"module": Lightning()})
+    called = called_layers(model)
+    assert called is not None
+    assert called.describe() == "module.model.transformer.h (2 × GPT2Block)"
+    assert called.layers == list(model.module.model.transformer.h)
+    wrapped: Any = nn.ModuleDict({"net": gpt()})
+    called = called_layers(wrapped)
+    assert called is not None
+    assert called.paths == ("net.layers()",)
+    assert called.layers == wrapped.net.layers()
+
+
+def test_two_models_in_a_wrapper_are_no_list() -> None:
+    assert called_layers(nn.ModuleDict({"policy": Lightning(), "reference": Lightning()})) is None
+    assert called_layers(nn.ModuleDict({"body": nn.Sequential(nn.Linear(2, 2))})) is None
+
+
+def test_a_model_of_transformers_that_cannot_run_by_layers_calls_its_blocks() -> None:
+    model: Any = Lightning().model
+    model.config.output_hidden_states = True
+    assert listed_layers(model) == []
+    called = called_layers(model)
+    assert called is not None
+    assert called.paths == ("transformer.h",)
+
+
+def test_a_refusal_names_the_list_to_give() -> None:
+    assert how_to_list(NanoGPT()).startswith('give parallelize layers="transformer.h", if its forward calls')

@@ -1,12 +1,20 @@
 """Losses as total and count; the cross-entropy in chunks of tokens, against torch's of all tokens at once."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.engine import parallelize
+from echelon.errors import UserError
+from echelon.launching import RankFailed, launch
 from echelon.nn import losses
-from echelon.nn.losses import summed_cross_entropy, total_and_count
+from echelon.nn.losses import Sum, check_loss, summed_cross_entropy, total_and_count
+from echelon.verify import Case, assert_equal
+from tests.contract_models import gpt, llama, tokens
+from tests.engine.test_arguments import errors_of
 from tests.peak_memory import PeakMemory
 
 TOKENS, VOCAB = 13, 7
@@ -106,3 +114,88 @@ def test_a_mean_counts_samples_and_a_pair_counts_itself() -> None:
     total, count = total_and_count(torch.tensor(2.0), 3)
     assert (float(total), count) == (6.0, 3)
     assert total_and_count((torch.tensor(8.0), 4), 3) == (torch.tensor(8.0), 4)
+
+
+def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True) * 2
+
+
+def test_good_losses_pass() -> None:
+    check_loss(trained())
+    check_loss((trained(), 4))
+    check_loss((trained(), torch.tensor(4)))
+    with torch.no_grad():
+        check_loss(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (1.5, "is a float: must be a tensor"),
+        (None, "is None: must be a tensor"),
+        (trained((4,)), "is a tensor of shape (4,)"),
+        (torch.tensor(1.0), "does not depend on the parameters"),
+        ((trained(), 1, 2), "is a tuple of 3"),
+        ((trained(), None), "the count is None"),
+        ((trained(), trained((4,))), "the count is a tensor of shape (4,)"),
+    ],
+)
+def test_bad_losses(result: Any, says: str) -> None:
+    assert says in errors_of(check_loss, result)[0]
+
+
+def test_both_parts_of_a_pair_are_judged() -> None:
+    assert len(errors_of(check_loss, (torch.tensor(1.0), "4"))) == 2
+
+
+# Losses that are sums: the gradient is that of the sum over the global batch, whatever the plan.
+
+
+def sum_of_tokens(logits: Tensor, targets: Tensor) -> Sum:
+    return Sum(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+
+
+def small_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Its steps have the scale of the gradient, which Adam's have not."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+SUMS = Case(gpt, tokens, sum_of_tokens, small_sgd, steps=5, clip=None)
+PLANS = [
+    "data=2 microbatches=3",
+    "data=4 zero=3 microbatches=2",
+    "pipeline=2 microbatches=3",
+    "tensor=2 sequence=true",
+    "data=2 zero=2 update=backward",
+    "data=2 update=last-backward microbatches=3",
+    "context=2",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.slow_cases(*PLANS[3:])
+@pytest.mark.usefixtures("warm_contract")
+def test_a_sum_is_that_of_one_device(plan: str) -> None:
+    assert_equal(SUMS, plan)
+
+
+def test_a_sum_is_multiplied_by_the_samples_that_it_is_divided_by() -> None:
+    total = torch.tensor(6.0, dtype=torch.float16)
+    assert total_and_count(Sum(total), 4) == (24.0, 4)
+    assert total_and_count(Sum(total), 4, 12) == (72.0, 4)
+    assert total_and_count(Sum(total), 4)[0].dtype == torch.float32
+
+
+def step_of_a_sum(plan: str) -> None:
+    with parallelize(llama(), plan, optimizer=small_sgd, loss=sum_of_tokens) as engine:
+        engine.step(engine.local(tokens(0)))
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=2 sync=async", pytest.param("pipeline=2 schedule=pipedream", marks=pytest.mark.slow)]
+)
+def test_a_sum_is_refused_where_updates_are_of_parts_of_the_batch(plan: str) -> None:
+    with pytest.raises(
+        (UserError, RankFailed), match=r"the loss returned echelon\.Sum with plan .* return a mean"
+    ):
+        launch(step_of_a_sum, 2, plan)

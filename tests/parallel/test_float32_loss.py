@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from echelon import parallelize
 from echelon.models import cross_entropy
 from echelon.nn.losses import total_and_count
-from echelon.parallel.layer_sharding import in_float32
+from echelon.parallel.own_loss import in_float32
 from tests.cases import sgd
 
 HALF = torch.float16

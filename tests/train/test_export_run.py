@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from echelon.cli.main import run as command
 from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.models import build, build_image, cross_entropy, load_hf, load_image, preset
@@ -133,33 +131,6 @@ def test_a_job_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path, lay
     (tmp_path / "run" / "run.json").write_text(json.dumps({"job": as_plain(other)}))
     with pytest.raises(UserError, match="is no checkpoint of the job"):
         export_run(tmp_path / "run", "hf")
-
-
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved_run(tmp_path / "run", language_job(), tiny())
-    assert command(["export", str(tmp_path / "run"), "--to", "hf", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 1
-    assert command(["checkpoint", "show", str(tmp_path / "run"), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["step"], shown["plan"], shown["whole"]) == (1, "data=1", True)
-    weights, optimizer = shown["sizes"]["weights"], shown["sizes"]["optimizer"]
-    assert optimizer["tensors"] == 3 * weights["tensors"]  # two averages, and the number of steps
-    assert optimizer["bytes"] == 2 * weights["bytes"] + 4 * weights["tensors"]
-    assert command(["checkpoint", "show", str(tmp_path / "run")]) == 0
-    assert "all hashes right" in capsys.readouterr().out
-    file = tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    before = shutil.copytree(file.parent, file.parent.with_name("step-00000000"))
-    for words in (
-        ["checkpoint", "show", str(tmp_path / "run")],
-        ["export", str(tmp_path / "run"), "--to", "hf"],
-    ):
-        assert command(words) == 2
-        error = capsys.readouterr().err
-        assert f"{file}: is damaged" in error
-        assert f"  - give the one before it: {before}" in error
 
 
 def test_images(tmp_path: Path) -> None:

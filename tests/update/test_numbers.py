@@ -14,7 +14,7 @@ from echelon.engine.step.runtime.flight import Microbatch
 from echelon.errors import UserError
 from echelon.parallel.data.sharing import Problem
 from echelon.update import numbers as numbers_module
-from echelon.update.numbers import HostCopy, Outcome, Scaling, StepNumbers, check_counted, scale
+from echelon.update.numbers import HostCopy, Outcome, Scaling, StepNumbers, loss_and_count, scale
 from tests.reads import no_reads
 
 
@@ -73,9 +73,10 @@ def test_a_skipped_step_has_numbers_and_no_error() -> None:
 
 
 def test_a_mean_over_nothing_is_refused() -> None:
-    check_counted(1.0)
+    assert loss_and_count(6.0, 2.0, 2.0) == (6.0, 2.0)
+    assert loss_and_count(6.0, 2.0, 0.0) == (12.0, 2.0)  # a sum, divided by its count later
     with pytest.raises(UserError, match="no replica had a sample that the loss counts; give the step one"):
-        check_counted(0.0)
+        loss_and_count(0.0, 0.0, 0.0)
     with pytest.raises(UserError, match="this worker had no sample that the loss counts; give every worker"):
         StepNumbers.known(Outcome(0.0, 0.0, 0.0), of_worker=True).read()
 

@@ -19,6 +19,7 @@ class Stepper:
     def __init__(self, *, on_host: bool = False) -> None:
         self.on_host, self.optimizer = on_host, object()
         self.calls: list[Any] = []
+        self.after: list[Any] = []
         self.is_present = False
 
     def start_update(self, number: int) -> None:
@@ -26,6 +27,9 @@ class Stepper:
 
     def step(self, factor: float, skip: object, local: list[LocalParameter]) -> None:
         self.calls.append(("step", factor, skip, len(local), self.is_present))
+
+    def after_unit(self, local: list[LocalParameter], skip: object) -> None:
+        self.after.append((len(local), skip, self.is_present))
 
     def check_gradients(self, local: list[LocalParameter]) -> None:
         self.calls.append(("check", len(local), self.is_present))
@@ -71,13 +75,14 @@ def test_a_unit_is_updated_when_its_gradients_are_summed(on_host: bool, checked:
     stepper = Stepper(on_host=on_host)
     units, sharing = units_of(stepper)
     heard: list[int] = []
-    units.on_unit = lambda: heard.append(len(stepper.calls))
+    units.start_passes(lambda: False, lambda: heard.append(len(stepper.calls)))
     units.start_step(5)
     assert (checked, units.has_updated) == ([stepper.optimizer], False)
     sharing.update(Unit(stepper))
     assert (stepper.calls, heard) == ([("start", 5), ("step", 1.0, False, 2, not on_host)], [1])
     assert units.has_updated
-    units.skip = lambda: True
+    assert stepper.after == [(2, False, not on_host)]
+    units.start_passes(lambda: True, lambda: None)
     sharing.update(Unit(stepper))
     assert stepper.calls[-1][2] is True
     units.start_step(6)

@@ -224,6 +224,7 @@ def gpt_case(**changes: object) -> Case:
         "data=2 sync=async staleness=1",
     ],
 )
+@pytest.mark.usefixtures("warm_contract")
 def test_plans_are_within_rounding_of_one_device(plan: str) -> None:
     case = gpt_case(clip=None) if "pipedream" in plan else gpt_case()
     verdict = verify(case, plan, precision="bf16")

@@ -66,7 +66,7 @@ class Group(ABC):
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.axis, self.rank, self.size, self.ledger = axis, rank, size, ledger
         self.comparison: CallComparison | None = None  # under debug=true
-        self._is_closed = False
+        self.is_closed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
         """Return this group: a copy of a model uses the ranks of the model."""
@@ -82,8 +82,8 @@ class Group(ABC):
         After a failure (`failed`) communicators of NCCL stay until the process ends: to release one, NCCL
         waits for its operations, which wait for peers that may never come.
         """
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._close(failed=failed)
 
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
@@ -272,7 +272,7 @@ class Group(ABC):
         peer: int | None = None,
         rows: tuple[list[int], list[int]] | None = None,
     ) -> Handle:
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError(f"{operation} along {self.axis}: the group is closed; make a new engine")
         if self.size > 1:
             check_not_alone(operation, self.axis)

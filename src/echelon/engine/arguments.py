@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.engine.audit import MODES
 from echelon.engine.saving.restore import check_whole
@@ -30,6 +30,7 @@ def check_arguments(
     boundaries: object = None,
     tensor_table: object = None,
     weights: object = None,
+    layers: object = None,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     errors = [
@@ -41,7 +42,29 @@ def check_arguments(
         *_boundary_errors(boundaries, plan),
         *_table_errors(tensor_table),
         *_weights_errors(weights),
+        *_layer_errors(layers),
     ]
+    raise_errors("the arguments of parallelize", errors)
+
+
+def check_objective(objective: object, loss: object, plan: Plan | str) -> None:
+    """Refuse an objective beside a loss, or where no rank can run the whole model."""
+    if objective is None:
+        return
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    errors = []
+    if not callable(objective):
+        errors.append(
+            f"objective is a {type(objective).__name__}: must be a function (model, batch) -> mean, "
+            "(total, count) or echelon.Sum(total)"
+        )
+    if loss is not None:
+        errors.append("objective and loss: the objective computes the loss itself; drop one of them")
+    if plan.stages > 1 or plan.context > 1 or plan.sequence:
+        errors.append(
+            f"objective with plan '{plan}': it calls the whole model, and with pipeline, context or sequence "
+            "a rank runs a part of its layers; give a loss(output, target), or use data, zero and tensor"
+        )
     raise_errors("the arguments of parallelize", errors)
 
 
@@ -68,6 +91,25 @@ def check_audit(audit: object, check_every: object) -> None:
     if not isinstance(check_every, int) or not _is_integer(check_every) or check_every < 0:
         errors.append(f"check_every={check_every!r}: must be a number of steps, or 0 to compare never")
     raise_errors("the arguments of parallelize", errors)
+
+
+def check_average(average: object, plan: Plan) -> None:
+    """Refuse what is no decay of an average, or a plan without common updates."""
+    errors = []
+    if average is not None and not _is_inside(average, 0, 1):
+        errors.append(
+            f"average={average!r}: must be a number above 0 and below 1, as 0.9999, or None for none"
+        )
+    elif average is not None and plan.sync == "async":
+        errors.append(
+            f"average={average} sync=async: a server makes versions of the weights, each from the work of "
+            "some workers; drop average, or use sync=all-reduce"
+        )
+    raise_errors("the arguments of parallelize", errors)
+
+
+def _is_inside(value: object, low: float, high: float) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and low < float(value) < high
 
 
 def _model_errors(model: object) -> list[str]:
@@ -164,6 +206,13 @@ def _weights_errors(weights: object) -> list[str]:
     return [f"weights is a {type(weights).__name__}: must be a folder with a model in Hugging Face's files"]
 
 
+def _layer_errors(layers: object) -> list[str]:
+    named = layers if isinstance(layers, list | tuple) else [layers]
+    if layers is None or (named and all(isinstance(path, str) for path in named)):
+        return []
+    return [f"layers={layers!r}: must be the name of a list in the model, like 'transformer.h', or several"]
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -220,40 +269,3 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
     elif not held and whole:
         errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
     return errors
-
-
-def check_loss(result: Any) -> None:
-    """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
-    if isinstance(result, tuple):
-        raise_errors("what the loss returned", _pair_errors(result))
-    else:
-        raise_errors("what the loss returned", _scalar_errors("the loss", result))
-
-
-def _pair_errors(result: tuple[Any, ...]) -> list[str]:
-    if len(result) != 2:
-        return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
-    total, count = result
-    errors = _scalar_errors("the total", total)
-    is_number = isinstance(count, Real) and not isinstance(count, bool)
-    if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
-        errors.append(f"the count {_described(count)}: must be one number; sum what is counted")
-    return errors
-
-
-def _scalar_errors(name: str, value: Any) -> list[str]:
-    if not isinstance(value, Tensor) or value.dim() > 0:
-        fix = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
-        return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {fix}"]
-    if torch.is_grad_enabled() and not value.requires_grad:
-        return [
-            f"{name} does not depend on the parameters, so nothing would be trained: compute it from the "
-            "model's output, without detach(), item() or torch.no_grad()"
-        ]
-    return []
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"is a tensor of shape {tuple(value.shape)}"
-    return f"is {'None' if value is None else 'a ' + type(value).__name__}"

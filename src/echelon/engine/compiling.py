@@ -18,9 +18,9 @@ from echelon.memory.recompute.selective import not_watched
 from echelon.nn.draws.sample_draws import not_intercepted
 from echelon.nn.dropout.modules import KeyedDropout, draw_ahead, is_keyed
 from echelon.nn.experts import gates_of
-from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
+from echelon.parallel.stage import Stage
 from echelon.parallel.tensor.modules import prepare_compiling
 from echelon.plan import Plan
 
@@ -40,7 +40,7 @@ _SAME_KERNELS = {"deterministic": True}
 _KEPT_SHARES = (0.58, 0.63)
 
 
-def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) -> None:
+def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> None:
     """If the plan says so, compile each layer that the stages list; a model that lists none, as a whole.
 
     Tensor ranks compute gradients of weights that are not split each for itself. These must be the same to
@@ -55,15 +55,13 @@ def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) 
         compilers = [SelectiveCompiler(options, share) for share in _KEPT_SHARES]
     in_turn = cycle(compilers)
     for stage in stages:
-        inside = set(stage.modules())
-        layers = [layer for layer in listed_layers(stage) if layer in inside]
-        for layer in dict.fromkeys(layers or [stage]):
+        for layer in dict.fromkeys(stage.wrapped_layers(plan)):
             if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
                 wrapping.wrap(CompiledForward(layer, options, next(in_turn)))
                 for parameter in layer.parameters():
                     if parameter.requires_grad:
                         wrapping.hold("compile", layer, parameter.register_hook(own_memory))
-        for gate in gates_of(stage):
+        for gate in gates_of(stage.module):
             wrapping.wrap(EagerForward(gate))
 
 

@@ -10,14 +10,17 @@ from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
 from echelon.engine.audit.drift import make_drift_check
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
+from echelon.engine.loops.loop import OwnLoop
+from echelon.engine.loops.passes import OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.saving.whole_model import WholeModel
 from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner
 from echelon.engine.step.runner import StepRunner
-from echelon.engine.step.step import FlushedRunner, Step
+from echelon.engine.step.step import FlushedRunner
 from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch.outside import Inside, guard_outside
 from echelon.engine.watch.watch import Watch
@@ -39,20 +42,20 @@ class EngineCore:
         guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
         balance = self._balance = make_balance(setup.gates, mesh, local, layers, setup.observers)
         self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
+        self._runner.replicas.open()
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._meter = Meter(self.module, partial(_storages, setup, self._runner), mesh.host_storages)
         setup.observers.add(self._meter, outermost=True)
-        if update.units is not None:
-            update.units.on_unit = self._meter.sample
         self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)
         self._state = EngineState(setup, self._counter)
         self._whole = WholeTensors(self._state, self._show_newest, self.owned)
         self._watch = Watch(self.module, mesh, local, layers, update, inside)
+        self._whole_model = WholeModel(audit.form, self._state, self._whole)
         search = None
         if setup.rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             search = NonfiniteSearch(self._runner, self._runner.replay, self._state)
-        self._step = Step(
+        self._step = OwnLoop(
             setup,
             self._runner,
             self._counter,
@@ -61,6 +64,7 @@ class EngineCore:
             make_drift_check(local, layers, mesh, audit.check_every),
             search,
         )
+        self._own_passes = OwnPasses(setup, self._step, self._watch)
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
         self._is_closed = False
 
@@ -137,8 +141,9 @@ class EngineCore:
         With delay=1 the next step computes with these, as the first one does. Whatever else reads the newest
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
+        self._check_hidden()
         with self._watch.own_work():
-            self._finish_steps()
+            self._finish_steps("engine.synchronize(), save or load")
             self._update.synchronize()
 
     def _show_newest(self) -> None:
@@ -146,15 +151,25 @@ class EngineCore:
             self._finish_steps()
             self._update.show_newest()
 
-    def _finish_steps(self) -> None:
+    def _finish_steps(self, call: str | None = None) -> None:
         self._check_open()
+        if call is not None:
+            self._step.check_closed(call)
         self._step.check_earlier()
         self._runner.drain()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise UserError("this engine is closed; make another one with parallelize")
+        self._watch.check_not_plain()
         self._checkpointing.check_loaded()
+        if self._update.averages is not None:
+            self._update.averages.finish_hiding()
+
+    def _check_hidden(self) -> None:
+        """Refuse what must not work on averages (`averaged`)."""
+        if self._update.averages is not None:
+            self._update.averages.check_hidden()
 
 
 def _storages(setup: Setup, runner: StepRunner) -> dict[str, list[Tensor]]:

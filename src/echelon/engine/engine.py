@@ -3,6 +3,7 @@
 core.py          its parts, and what it tells of itself
 loop_calls.py    steps and evaluations: the work of step/
 state_calls.py   whole weights, files, checkpoints: the work of saving/
+rank_calls.py    what one rank prints, and what all measure together
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from echelon.engine.loop_calls import LoopCalls
+from echelon.engine.rank_calls import RankCalls
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
 from echelon.engine.state_calls import StateCalls
 from echelon.engine.step.balance import ExpertLoad
@@ -19,7 +21,7 @@ from echelon.program import Span
 from echelon.update.update import Push
 
 
-class Engine(LoopCalls, StateCalls):
+class Engine(LoopCalls, StateCalls, RankCalls):
     """Made by `echelon.parallelize`; the same calls on every rank. `close` it, or use it in a `with`."""
 
     def observe(self, observer: StepObserver) -> None:
@@ -58,6 +60,7 @@ class Engine(LoopCalls, StateCalls):
         """
         if self._is_closed:
             return
+        self._watch.check_not_plain()
         restore = is_put_together(self.module) if restore is None else restore
         weights, refused, failed = None, None, True
         try:
@@ -80,7 +83,9 @@ class Engine(LoopCalls, StateCalls):
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
+        self._runner.replicas.close()
         self._watch.close()
+        self._own_passes.close()
         self._checkpointing.abandon_saving()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)

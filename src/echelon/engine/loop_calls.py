@@ -3,12 +3,15 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from echelon.engine.core import EngineCore
+from echelon.engine.loops.outputs import Collect, Observed, PassResult, no_loss, whole_output
 from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_measure
 from echelon.launching import beat
 from echelon.nn.batch import take_part
+from echelon.nn.losses import Loss, Sum
 
 
 class LoopCalls(EngineCore):
@@ -32,7 +35,89 @@ class LoopCalls(EngineCore):
         nonfinite="skip": `skipped` of its metrics is true. Many in a row are an error. See docs/a-step.md.
         """
         self._check_open()
+        self._check_hidden()
+        self._step.check_closed("engine.step(batch)")
         return self._step.train(batch)
+
+    # A loop of your own: docs/loops.md.
+
+    def forward_backward(
+        self,
+        batch: Any,
+        loss: Loss | None = None,
+        *,
+        measure: Measure | None = None,
+        collect: Collect | None = None,
+        last: bool = False,
+    ) -> PassResult:
+        """Take this replica's part of a batch forward and back. Gradients add up until `update`.
+
+        `loss` is that of this call, if not the engine's own. The result has the mean loss over the global
+        batch; `measured`, as `evaluate` does; and in `outputs` what `collect(output, targets)` makes of each
+        microbatch, put together for all samples of this replica, on all of its ranks. `last=True`: no other
+        call follows before `update`, so that sums over ranks begin behind the backward pass.
+        """
+        self._check_open()
+        self._check_hidden()
+        check_measure(measure, self.plan)
+        observed = self._observed(measure, collect)
+        return observed.result(self._step.forward_backward(batch, loss, observed, last=last))
+
+    def update(self) -> Metrics:
+        """Sum the gradients over ranks, clip, update the weights and bring them to all ranks."""
+        self._check_open()
+        self._check_hidden()
+        return self._step.update()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that wait for an update; all ranks must call this."""
+        self._step.discard()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model on this replica's samples, under plans without stages; `backward` follows."""
+        self._check_open()
+        if torch.is_grad_enabled():
+            self._check_hidden()
+        return self._own_passes.forward(args, kwargs)
+
+    def backward(
+        self,
+        loss: Tensor | Sum,
+        *others: "LoopCalls",
+        count: float | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradients of a loss of what this engine, and others, have returned.
+
+        `loss` is a mean over this replica's samples, of which there are `count`: if not given, as many as the
+        last call of this engine had. The gradient is that of the mean over all replicas. echelon.Sum(total)
+        is summed over them. Only this engine and `others` get gradients.
+        """
+        self._check_open()
+        self._check_hidden()
+        own = [each._own_passes for each in others]
+        self._own_passes.backward(loss, count, own, retain_graph=retain_graph)
+
+    @torch.no_grad()
+    def forward(self, batch: Any, collect: Collect | None = None) -> Any:
+        """The outputs of the model for this replica's part of a batch, with the newest weights, in the mode
+        (train or eval) that the model has, without gradients; on all ranks of the replica.
+
+        `collect(output, targets)` chooses what to hand back of each microbatch.
+        """
+        self._check_open()
+        pair = self._reader.for_loss(no_loss).read(batch)
+        observed = self._observed(None, collect or whole_output)
+        using = self._setup.layers.using(no_loss)
+        with self._watch.own_work(), using, observed.by(self._setup.observers):
+            self.ledger.start_step()
+            self._show_newest()
+            self._runner.forward(pair)
+            beat()
+        return observed.outputs()
+
+    def _observed(self, measure: Measure | None, collect: Collect | None) -> Observed:
+        return Observed(self.mesh, self._local.program, measure, collect)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, measure: Measure | None = None) -> Evaluation:
@@ -45,7 +130,8 @@ class LoopCalls(EngineCore):
         self._check_open()
         check_measure(measure, self.plan)
         pair = self._reader.read(batch)
-        with self._watch.own_work():
+        using = self._setup.layers.using(None, whole_logits=measure is not None)
+        with self._watch.own_work(), using:
             self.ledger.start_step()
             self._show_newest()
             evaluation = self._runner.evaluate(pair, measure, self._state.modules)

@@ -4,7 +4,7 @@ What a module does can be read where it is torch's own. Weights that a forward o
 in the first step: see engine/step/side_effects.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
 from echelon.errors import raise_errors
-from echelon.nn.huggingface.adapters import is_quantised, reason_not_passed_on, scales
+from echelon.nn.batch import Objective
+from echelon.nn.huggingface.adapters import exchanges_parameter, is_packed, reason_not_passed_on
 from echelon.nn.huggingface.own_loss import gate_loss_coefficients
+from echelon.nn.layering import name_layers
 from echelon.nn.losses import Loss
 from echelon.nn.tracing import without_compiling
 from echelon.parallel.own_loss import choose_loss
@@ -32,16 +34,23 @@ def is_cut(plan: Plan) -> bool:
 
 
 def accept_model(
-    model: nn.Module, plan: Plan | str, loss: Loss | None, clip: float | None, loss_scale: LossScale | None
+    model: nn.Module,
+    plan: Plan | str,
+    loss: Loss | None,
+    clip: float | None,
+    loss_scale: LossScale | None,
+    objective: Objective | None = None,
+    layers: str | Sequence[str] | None = None,
 ) -> tuple[nn.Module, Plan, Loss]:
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
-    may be the model's own."""
+    may be the model's own. `layers`: the names of the lists that have the model's layers."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     check_wrappers(model)
     model = without_compiling(model)
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
-    return model, plan, choose_loss(model, loss, plan)
+    name_layers(model, layers)
+    return model, plan, choose_loss(model, loss, plan, objective)
 
 
 def check_wrappers(model: nn.Module) -> None:
@@ -112,21 +121,25 @@ def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _quantised_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield an error for weights that are more than one tensor, where ranks would have parts of them."""
-    quantised = {name: p for name, p in model.named_parameters() if is_quantised(p)}
-    if not quantised:
-        return
-    name, parameter = next(iter(quantised.items()))
-    subject = f"{name} and {len(quantised) - 1} others are {type(parameter).__name__}"
-    if not all(map(scales, quantised.values())):
+    """Yield an error for weights that are more than one tensor, where no rank could have a part of them."""
+    parameters = dict(model.named_parameters())
+    packed = [name for name, p in parameters.items() if is_packed(p)]
+    several = [
+        name
+        for name, p in parameters.items()
+        if hasattr(type(p), "__tensor_flatten__") and not isinstance(p, DTensor)
+    ]
+    if several:
         yield (
-            f"{subject}: of a class that is several tensors, which no message between ranks carries; "
-            "quantise with bitsandbytes, or train an adapter of the weights as they were"
+            f"{several[0]} and {len(several) - 1} others are {type(parameters[several[0]]).__name__}: of a "
+            "class that is several tensors, which no message between ranks carries; quantise with "
+            "bitsandbytes, or train an adapter of the weights as they were"
         )
-    elif plan.frees_weights or plan.ranks > plan.data:
+    if packed and (plan.frees_weights or plan.ranks > plan.data):
         yield (
-            f"{subject}: packed numbers whose scales are outside of all parameters, so a rank cannot hold a "
-            "part of them; use data with zero=0, 1 or 2"
+            f"{packed[0]} and {len(packed) - 1} others are {type(parameters[packed[0]]).__name__}: packed "
+            "numbers whose scales are outside of all parameters, so a rank cannot hold a part of them; use "
+            "data with zero=0, 1 or 2"
         )
 
 
@@ -179,11 +192,19 @@ def _iteration_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _adapter_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Yield an error for adapters of peft that are no layers, where the plan must split the model inside."""
+    """Yield an error for adapters of peft that are no layers, where the plan must split the model inside; and
+    for those that exchange parameters in the forward."""
     inside = plan.pipeline != 1 or plan.tensor > 1 or plan.context > 1
     reason = reason_not_passed_on(model) if inside else ""
     if reason:
         yield f"the model: {reason}"
+    exchanging = [name for name, module in model.named_modules() if exchanges_parameter(module)]
+    if exchanging and (plan.ranks > 1 or is_cut(plan)):
+        yield (
+            f"{exchanging[0]}: peft puts another tensor in the place of its parameter in every forward "
+            "(target_parameters), and what a plan has done with the parameter would be lost; adapt modules "
+            "(target_modules), or use one rank and one microbatch"
+        )
 
 
 def _gate_loss_errors(model: nn.Module, plan: Plan) -> Iterator[str]:

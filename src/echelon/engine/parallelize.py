@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_arguments
+from echelon.engine.arguments import check_arguments, check_objective
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
@@ -26,8 +26,10 @@ from echelon.engine.updates import UpdateRule, make_update
 from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
+from echelon.nn.batch import Objective
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.called_stage import connect_stages
 from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers
@@ -46,12 +48,14 @@ def parallelize(
     *,
     optimizer: Make,
     loss: Loss | None = None,
+    objective: Objective | None = None,
     clip: float | None = None,
     loss_scale: LossScale | None = None,
     schedule: Callable[[int], float] | None = None,
     prefetch: int = 1,
     smallest_unit: int = SMALLEST_UNIT,
     seed: int | None = 0,
+    layers: str | Sequence[str] | None = None,
     boundaries: Sequence[int] | None = None,
     sample_batch: Any = None,
     tensor_table: Table | None = None,
@@ -61,25 +65,31 @@ def parallelize(
     check_every: int = 200,
     nonfinite: Nonfinite = "allow",
     most_skipped: int = MOST_SKIPPED,
+    average: float | None = None,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
     `optimizer` is called with this rank's parameters. `loss(output, target)` returns a mean of samples, or
-    (total, count) for an exact mean over tokens; without it, the model's own loss is used. `clip` bounds the
+    (total, count) for an exact mean over tokens; without it, the model's own loss is used. `objective(model,
+    batch)` takes its place where a loss is no function of output and target. `clip` bounds the
     gradient norm; `schedule` maps the step to a factor of the learning rate; `loss_scale` is for
     precision=fp16. `seed` is that of dropout, whose masks do not depend on the plan; None leaves them to
     torch. `prefetch`: units that zero=3 gathers ahead; `smallest_unit`: bytes that make a module a unit, if
-    the model lists no layers. `boundaries`: the layers before which stages begin, if not evenly, and
+    the model lists no layers. `layers`: the list (or lists) in the model whose children are its layers, like
+    "transformer.h", if it lists none. `boundaries`: the layers before which stages begin, if not evenly, and
     `sample_batch` is what pipeline=auto measures them on. `tensor_table`: {"blocks.*.up": "column", …} for
     modules that tensor parallelism does not know. `weights`: a Hugging Face folder, of which each rank reads
     its part. `resident_bytes`: of weights that stay on the device with offload=parameters. `audit`: the steps
     that are compared with one device before they change a weight: "sampled" (1, 2, 4, 8, …), "first",
     "always" or "off". Every `check_every` steps ranks compare what all hold alike. `nonfinite`: a step not
     finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
+    `average`: the decay of a moving average of the weights (`engine.averaged`).
     """
-    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale)
-    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)
+    given = (boundaries, tensor_table, weights, layers)
+    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
+    check_objective(objective, loss, plan)
+    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers)
+    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     model, source = prepare(model, plan, weights)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
@@ -88,16 +98,18 @@ def parallelize(
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
-        layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
-        split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
-        layers.connect(model, split.modules, split.program, wrapping)
-        local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
+        sharding = LayerSharding(
+            model, mesh, loss, tensor_table, wrapping
+        )  # tensor, sequence, context, expert
+        split = split_stages(model, mesh, boundaries, by_layers=sharding.by_layers)  # pipeline
+        sharding.connect(model, split.modules, split.program, wrapping)
+        local = share_stages(split, mesh, sharding, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
-        fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
-        update = make_update(local, mesh, layers, wrapping, rule)
-        observers = wrap_layers(local, mesh, layers, wrapping)  # compile, compress, recompute, offload
+        fill(model, plan, local.sharings, sharding.in_whole, source)  # a model without memory
+        update = make_update(local, mesh, sharding, wrapping, rule)
+        observers = wrap_layers(local, mesh, sharding, wrapping)  # compile, compress, recompute, offload
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        strategies = (mesh, layers, local, update, rule, scopes, reader, observers, wrapping)
+        strategies = (mesh, sharding, local, update, rule, scopes, reader, observers, wrapping)
         engine = Engine(Setup(model, names, gates, *strategies), audited)
         undo.pop_all()
         return engine
@@ -107,9 +119,10 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
     """Wrap the layers of this rank's stages as the plan says, in this order from the inside outward; returns
     the memory savers that are to see its steps."""
     observers = Observers()
-    compile_layers(local.modules, mesh.plan, wrapping)
+    compile_layers(local.stages.values(), mesh.plan, wrapping)
     accumulate_gradients(local, mesh.plan, wrapping)
-    compress_layers(local.modules, mesh, wrapping, observers)
+    compress_layers(list(local.stages.values()), mesh, wrapping, observers)
     recompute_layers(local, mesh, layers.view, wrapping, observers)
     offload_activations(local, mesh, wrapping, observers)
+    connect_stages(local, wrapping, observers)
     return observers

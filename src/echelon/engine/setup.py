@@ -9,6 +9,7 @@ from echelon.engine.step.balance import GateList
 from echelon.engine.step.batch_reader import BatchReader
 from echelon.engine.step.samples import Scopes
 from echelon.engine.updates import UpdateRule
+from echelon.nn.layering import called_layers, listed_layers
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers
@@ -38,6 +39,8 @@ class Setup:
         """Return the plan and rank, and this rank's stages with what wraps their modules, line by line."""
         plan = self.mesh.plan
         lines = [f"'{plan}', rank {self.mesh.rank} of {plan.ranks})"]
+        called = None if listed_layers(self.model) else called_layers(self.model)
+        lines += [] if called is None else [f"  layers: {called.describe()}"]
         for stage in self.local.stages.values():
             entries = self.wrapping.entries(stage.module.modules())
             stack = ", ".join(f"{entry} ×{count}" for entry, count in entries.items()) or "nothing"

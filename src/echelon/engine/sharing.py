@@ -51,7 +51,8 @@ def share_stages(
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
         sets = parameter_sets(module, mesh, shared, split.tied, layers.norm_elsewhere, smallest_unit)
         sharings = [share(each, mesh.plan, wrapping, prefetch, host) for each in sets]
-        stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
+        buffers = Buffers(module, mesh.group("weights"))
+        stages[number] = Stage(number, module, sharings, buffers, smallest_unit)
     return LocalStages(stages, split.program, split.boundaries)
 
 

@@ -12,6 +12,7 @@ from echelon.engine.saving.restore import mark_split
 from echelon.errors import UserError
 from echelon.nn.layering import listed_layers, outside_layers
 from echelon.nn.wrapping import replaced_forward
+from echelon.parallel.called_stage import CalledStage
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.pipeline import (
     StageModule,
@@ -64,6 +65,12 @@ def _split(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by
     if boundaries is not None:
         edges = check_boundaries(model, boundaries, program.stages)
     stages, ties = split_model(model, edges)
+    if not plan.flushes and not listed_layers(model):
+        raise UserError(
+            f"schedule={plan.schedule}: the forward of {type(model).__name__} calls its layers with code "
+            "around them, which every stage runs, and stages of this schedule have other weights at the same "
+            "time; give it layers() -> list[nn.Module], or use schedule=1f1b"
+        )
     _check_ties(ties, program, mesh)
     _check_shared(stages)
     _check_model(model)
@@ -143,11 +150,11 @@ def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
             )
 
 
-def _check_shared(stages: Sequence[StageModule]) -> None:
+def _check_shared(stages: Sequence[StageModule | CalledStage]) -> None:
     """Refuse modules in several stages that keep something of their own there."""
     seen: dict[nn.Module, int] = {}
     for number, stage in enumerate(stages):
-        for module in set(stage.modules()):
+        for module in {module for layer in stage.layers() for module in layer.modules()}:
             drops = isinstance(module, _DropoutNd) and module.p > 0
             keeps = any(True for _ in module.buffers(recurse=False))
             if (drops or keeps) and seen.setdefault(module, number) != number:
@@ -160,7 +167,8 @@ def _check_shared(stages: Sequence[StageModule]) -> None:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse what belongs to the model as a whole, which no rank runs."""
-    never_called = {name or type(model).__name__: module for name, module in outside_layers(model).items()}
+    outside = outside_layers(model) if listed_layers(model) else {}  # else the model's own forward runs
+    never_called = {name or type(model).__name__: module for name, module in outside.items()}
     hooked = [name for name, module in never_called.items() if _has_hooks(module)]
     if hooked:
         raise UserError(

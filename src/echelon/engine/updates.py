@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_optimizer
+from echelon.engine.arguments import check_average, check_optimizer
 from echelon.engine.watch.watch import check_coupling
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
@@ -18,6 +18,7 @@ from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter, own_run
 from echelon.update.async_training.update import AsyncUpdate, WorkerGradients
+from echelon.update.averaging import average_bytes
 from echelon.update.gradient_checks import check_sparse_gradients
 from echelon.update.nonfinite import NonfiniteRule
 from echelon.update.offload.host_updates import (
@@ -54,6 +55,7 @@ class UpdateRule(NamedTuple):
     seed: int = 0
     loss_scale: LossScale | None = None
     nonfinite: NonfiniteRule = NonfiniteRule()
+    average: float | None = None
 
     @classmethod
     def of(
@@ -66,10 +68,12 @@ class UpdateRule(NamedTuple):
         loss_scale: LossScale | None,
         nonfinite: str,
         most_skipped: int,
+        average: float | None = None,
     ) -> "UpdateRule":
         """The rule of a plan, if it can have it."""
         skipping = NonfiniteRule.of(nonfinite, most_skipped, plan)
-        return cls(optimizer, clip, schedule, seed or 0, loss_scale, skipping)
+        check_average(average, plan)
+        return cls(optimizer, clip, schedule, seed or 0, loss_scale, skipping, average)
 
 
 def make_update(
@@ -99,14 +103,16 @@ def make_update(
     check_sparse_gradients(
         made, local, plan, needs_whole=_needs_whole(made, plan), on_host=updates_on_host(plan)
     )
-    stepper = _make_stepper(made, local, mesh, layers, rounding, wrapping, deferred=deferred)
+    _check_average(rule.average, made, plan)
+    averaged = rule.average is not None
+    stepper = _make_stepper(made, local, mesh, layers, rounding, wrapping, averaged, deferred=deferred)
     if "parameters" in plan.offload and not updates_on_host(plan):
         stepper.use_units(local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.flushes
     everyone = mesh.group("all")
     group = everyone if steady else mesh.group("stage")
-    return SynchronousUpdate(
+    update = SynchronousUpdate(
         local,
         stepper,
         group,
@@ -118,7 +124,11 @@ def make_update(
         in_backward=plan.update != "step",
         loss_scaling=make_loss_scaling(rule.loss_scale, plan.precision, mesh.device if deferred else None),
         skips_nonfinite=rule.nonfinite.skips,
+        average=rule.average,
     )
+    if update.averages is not None and stepper.on_host:
+        mesh.boundary.account("optimizer", update.averages.storages)
+    return update
 
 
 def _make_stepper(
@@ -128,6 +138,7 @@ def _make_stepper(
     layers: LayerSharding,
     rounding: KeyedRounding | None,
     wrapping: Wrapping,
+    averaged: bool,
     *,
     deferred: bool,
 ) -> Stepper:
@@ -142,7 +153,8 @@ def _make_stepper(
     if on_host:
         placements = {} if rounding is None else _placements(local, layers, torch.device("cpu"))
         on_twins = make_host_stepper(optimizer, local, mesh, wrapping, rounding, placements, masters=masters)
-        check_host_memory({"optimizer": on_twins.host_bytes()}, mesh)
+        averages = average_bytes(local.local_parameters()) if averaged else 0
+        check_host_memory({"optimizer": on_twins.host_bytes() + averages}, mesh)
         stepper: LocalStepper = on_twins
     elif rounding is not None:
         placements = _placements(local, layers, mesh.device)
@@ -159,6 +171,16 @@ def _make_stepper(
 def _needs_whole(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
     """Return whether parameters must be put together for the optimizer."""
     return has_parts(plan) and need_of(optimizer) is Need.WHOLE
+
+
+def _check_average(average: float | None, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse averages of masters that one rank has whole, and others in parts that are coarser."""
+    if average is not None and has_masters(plan) and _needs_whole(optimizer, plan):
+        raise UserError(
+            f"average={average} with optimizer {type(optimizer).__name__} and plan '{plan}': the optimizer "
+            "needs whole parameters, so that one rank has the float32 master of all parts, and averages are "
+            "of parts; use precision=fp32, another optimizer, or zero=0, tensor=1 and expert=1"
+        )
 
 
 def has_masters(plan: Plan) -> bool:

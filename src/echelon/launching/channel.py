@@ -1,73 +1,18 @@
-"""The pipe between the launching process and a rank: how values are packed, and what both ends send.
+"""The pipe between the launching process and a rank: what both ends send.
 
-The parent's end is in `rank_process.py`. Values are pickled, with tensors as plain bytes. torch would send
-file descriptors of shared memory, which run out with hundreds of tensors and die with the process that made
-them. Only processes that this package started read these bytes, and they are never written to a file.
+The parent's end is in `rank_process.py`; how values are packed is in `packing.py`.
 """
 
-import functools
-import io
+import inspect
 import os
-import pickle
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from echelon.errors import UserError, raise_errors
-
-if TYPE_CHECKING:
-    import torch
-
-
-def pack(value: object) -> bytes:
-    """Return the bytes of `value`. Tensors are copied to the CPU; shared storages become separate ones."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    """Return the value that `pack` was given; its tensors are on the CPU."""
-    return pickle.loads(data)
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:
-        if "torch" not in sys.modules:  # then nothing is a tensor, and torch is not imported
-            return NotImplemented
-        import torch
-
-        # torch pickles subclasses, sparse and quantized tensors itself, without shared memory.
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            return NotImplemented
-        assert isinstance(value, torch.Tensor)
-        plain = value.layout == torch.strided and value.device.type != "meta" and not value.is_quantized
-        return _reduce(value) if plain else NotImplemented
-
-
-def _reduce(tensor: "torch.Tensor") -> tuple[Any, ...]:
-    import torch
-
-    contiguous = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = bytearray(contiguous.reshape(-1).view(torch.uint8).numpy().data)
-    is_parameter = type(tensor) is torch.nn.Parameter
-    return _rebuild, (data, tensor.dtype, tuple(tensor.shape), tensor.requires_grad, is_parameter)
-
-
-def _rebuild(
-    data: bytearray, dtype: "torch.dtype", shape: tuple[int, ...], requires_grad: bool, is_parameter: bool
-) -> "torch.Tensor":
-    import torch
-
-    # frombuffer refuses an empty buffer; a bytearray is writable, so the tensor may own it.
-    tensor = torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
+from echelon.launching.packing import FIX, is_not_importable, pack
 
 STOP = b""  # the parent's call that asks a rank to end; any other call is a packed (fn, args)
 
@@ -132,45 +77,39 @@ def send_message(content: object) -> None:
         _channel.send(pack(Message(content)))
 
 
-_FIX = "define it at the top level of a module (a .py file) and pass what it needs as arguments"
 _INPUT = "what is sent to the ranks"
 
 
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     """Return the bytes that ask a rank for `fn(*args)`; one error names every part that cannot be sent."""
-    _refuse_program_from_stdin()
-    _refuse_interactive(fn)
     try:
         return pack((fn, tuple(args)))
+    except UserError:
+        raise
     except Exception:  # PicklingError, AttributeError, TypeError, and what the class of an argument raises
         raise_errors(_INPUT, [*_function_errors(fn), *_argument_errors(args)])
         raise
 
 
-def _refuse_program_from_stdin() -> None:
-    """`python < script.py` names a file '<stdin>', which no rank can import."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if main.__spec__ is None and path is not None and not Path(path).exists():
-        raise UserError(
-            f"The ranks import the main module, but its file does not exist ({path}): "
-            "save the program as a .py file and run that."
-        )
-
-
-def _refuse_interactive(fn: Callable[..., object]) -> None:
-    """Refuse a function that ranks cannot find: they import modules, and no interactive session."""
-    inner = fn.func if isinstance(fn, functools.partial) else fn
-    in_main = getattr(inner, "__module__", None) == "__main__"
-    if in_main and not hasattr(sys.modules["__main__"], "__file__"):
-        error = f"{_name(inner)} is defined in an interactive session, which no rank can import: {_FIX}"
-        raise_errors(_INPUT, [error])
-
-
 def _function_errors(fn: Callable[..., object]) -> list[str]:
     error = _packing_error(fn)
+    if not error:
+        return []
+    if isinstance(fn, FunctionType) and is_not_importable(fn):
+        return _name_errors(fn) or [f"{_name(fn)} cannot be sent ({error}): {FIX}"]
     rule = "cannot be sent, because a rank finds a function by its name in a module"
-    return [f"{_name(fn)} {rule} ({error}): {_FIX}"] if error else []
+    return [f"{_name(fn)} {rule} ({error}): {FIX} and pass what it needs as arguments"]
+
+
+def _name_errors(fn: FunctionType) -> list[str]:
+    """Return an error for each name that `fn` uses, of the notebook or a closure, that cannot be sent."""
+    names = inspect.getclosurevars(fn)
+    errors = {name: _packing_error(value) for name, value in {**names.globals, **names.nonlocals}.items()}
+    return [
+        f"{_name(fn)} uses {name}, which cannot be sent ({error}): make it inside the function"
+        for name, error in errors.items()
+        if error
+    ]
 
 
 def _argument_errors(args: Sequence[object]) -> list[str]:

@@ -13,7 +13,10 @@ from multiprocessing.connection import Connection, wait
 
 from echelon.errors import UserError
 from echelon.launching import worker
-from echelon.launching.channel import STOP, Answer, Message, unpack
+from echelon.launching.channel import STOP, Answer, Message
+from echelon.launching.main_module import hidden_main_file
+from echelon.launching.output import RankOutput, streams_without_file
+from echelon.launching.packing import unpack
 from echelon.launching.preloading import fork_server_context
 from echelon.launching.watch import failure
 from echelon.launching.watch.failure import Failure, Kind
@@ -34,10 +37,11 @@ class RankProcess:
         self.rank = config.rank
         self._config = config
         self._connection, self._rank_connection = context.Pipe()
+        self._output = RankOutput(streams_without_file() if self.rank == 0 else [])
         # Not a daemon: a daemon may have no children, and a rank may have data workers.
         self.process = context.Process(
             target=worker.main,
-            args=(config, self._rank_connection),
+            args=(config, self._rank_connection, self._output.writers),
             name=f"{PROCESS_NAME} {config.rank}",
             daemon=False,
         )
@@ -45,8 +49,10 @@ class RankProcess:
         self._has_joined = False  # the process group: the rank has sent its first answer
 
     def start(self) -> None:
-        self.process.start()
+        with hidden_main_file():
+            self.process.start()
         self._rank_connection.close()
+        self._output.close_writers()
 
     @property
     def is_started(self) -> bool:
@@ -60,7 +66,8 @@ class RankProcess:
     def sources(self) -> list[Connection | int]:
         """Return what becomes readable when `poll` has something to return."""
         end = self.process.sentinel
-        return [self._connection, end] if self._pipe_is_open else [end]
+        pipes = [self._connection, *self._output.sources] if self._pipe_is_open else self._output.sources
+        return [*pipes, end]
 
     def call(self, data: bytes) -> None:
         """Ask for an answer; if the rank is dead already, `poll` returns its failure."""
@@ -70,6 +77,7 @@ class RankProcess:
     def poll(self) -> Event | None:
         """Return the next event of this rank, if there is one. Its death comes after all that it sent."""
         is_dead = not self.is_alive  # checked first: a dead rank sends nothing after this
+        self._output.forward()
         if self._pipe_is_open and self._connection.poll():
             return self._receive()
         return self._death() if is_dead else None
@@ -80,6 +88,7 @@ class RankProcess:
         except (EOFError, OSError):
             self._pipe_is_open = False
             return None
+        self._output.forward()  # a rank sends after it has written
         try:
             event: Event = unpack(data)
         except Exception as error:  # whatever the class of a user's value raises
@@ -122,9 +131,11 @@ class RankProcess:
 
     def reap(self) -> None:
         """Wait for the end of the process, which has been killed, but not long: its error must be raised."""
-        self.process.join(_REAP_SECONDS)
+        if self.is_started:
+            self.process.join(_REAP_SECONDS)
         self._rank_connection.close()
         self._connection.close()
+        self._output.close()
 
 
 def stop_all(processes: Sequence[RankProcess]) -> None:
@@ -145,7 +156,7 @@ def kill_all(processes: Sequence[RankProcess], *, at_once: bool = False) -> None
         _await_end(started, _TERM_SECONDS)
     for process in started:
         process.send_signal(signal.SIGKILL)  # dead ranks too: their data workers may still live
-    for process in started:  # all are killed before one is waited for: leaving a GPU takes time
+    for process in processes:  # all are killed before one is waited for: leaving a GPU takes time
         process.reap()
 
 

@@ -22,6 +22,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching import torchrun
 from echelon.launching.channel import Answer, Message, is_launched_rank, pack_call
 from echelon.launching.errors import RankFailed, RankHung
+from echelon.launching.interrupts import deferred_interrupts
 from echelon.launching.preloading import fork_server_context
 from echelon.launching.rank_process import (
     RankProcess,
@@ -122,7 +123,8 @@ class Ranks:
 
     def kill(self) -> None:
         """End the ranks, whatever they do; may be called twice."""
-        self._end(partial(kill_all, at_once=self._kills_at_once))
+        with deferred_interrupts(10):  # an impatient user presses a button several times
+            self._end(partial(kill_all, at_once=self._kills_at_once))
 
     def send_signal(self, number: int) -> None:
         """Send a signal to every rank, but to nothing that ranks have started."""
@@ -146,8 +148,9 @@ class Ranks:
         configs = [self._config(rank, backend, overrides) for rank in range(len(overrides))]
         self._board = Board(configs[0].board, len(overrides))
         self._processes = [RankProcess(config) for config in configs]
-        for process in self._processes:
-            process.start()
+        with deferred_interrupts(1):  # the first waits until all are known, so that they can be ended
+            for process in self._processes:
+                process.start()
         self._await_answers(None if self._deadline is None else max(self._deadline, _START_SECONDS))
 
     def _config(self, rank: int, backend: str | None, overrides: Sequence[dict[str, str]]) -> RankConfig:
@@ -200,15 +203,16 @@ class Ranks:
         processes = [process for process in self._processes if process.rank not in replies.failures]
         if not wait([source for process in processes for source in process.sources], seconds):
             return False
-        for process in processes:
-            match process.poll():
+        events = [(process.rank, process.poll()) for process in processes]
+        for rank, event in events:
+            match event:
                 case Answer(value):
-                    replies.answers[process.rank] = value
+                    replies.answers[rank] = value
                 case Failure() as failure:
-                    replies.failures[process.rank] = failure
+                    replies.failures[rank] = failure
                 case Message(content) if on_message is not None:
-                    on_message(process.rank, content)
-        return True
+                    on_message(rank, content)
+        return any(event is not None for _, event in events)
 
     def _await_root_cause(self, replies: _Replies, on_message: OnMessage | None) -> None:
         """Receive a little longer: the first failure to arrive is often a consequence of another."""

@@ -11,12 +11,14 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from echelon.launching.channel import STOP, Answer, Channel, open_channel, pack, unpack
+from echelon.launching.channel import STOP, Answer, Channel, open_channel
+from echelon.launching.output import redirect_output
+from echelon.launching.packing import pack, unpack
 from echelon.launching.watch import failure, pulse
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -46,9 +48,10 @@ class RankConfig:
         return self.folder / f"stacks-{self.rank}"
 
 
-def main(config: RankConfig, connection: Connection) -> None:
+def main(config: RankConfig, connection: Connection, outputs: Mapping[str, Connection]) -> None:
     """Run one rank until the parent asks it to stop. It reports a failure, and then the parent ends it."""
     end_with_parent((config.folder, config.server_folder))
+    redirect_output(outputs)
     channel = open_channel(connection)
     try:
         _set_up_process(config)

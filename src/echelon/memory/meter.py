@@ -76,6 +76,8 @@ class Meter(StepObserver):
     def before_reduce(self) -> None:
         self.sample()
 
+    before_unit = before_reduce
+
     def after_step(self) -> None:
         self.sample()
         self._steps += 1

@@ -9,7 +9,7 @@ parts may differ by one, and may be empty.
 """
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import Parameter
 from types import MethodType
 from typing import Any, NamedTuple, final
@@ -28,6 +28,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+Objective = Callable[[nn.Module, Any], Any]
 
 
 @final
@@ -56,8 +59,18 @@ class Inputs:
         return f"Inputs({', '.join([*map(repr, self.args), *named])})"
 
 
+@final
+class ObjectiveInputs:
+    """A whole batch, of which `objective(model, batch)` computes the loss; the function calls the model."""
+
+    def __init__(self, objective: Objective, batch: Any) -> None:
+        self.objective, self.batch = objective, batch
+
+
 def call(model: nn.Module, inputs: Any) -> Any:
     """Call a model's own forward with the inputs of a batch, also if they were made for its layers."""
+    if isinstance(inputs, ObjectiveInputs):
+        return inputs.objective(model, inputs.batch)
     if not isinstance(inputs, Inputs):
         return model(inputs)
     return model(*inputs.args, **inputs.kwargs, **inputs.shared)
@@ -65,6 +78,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def call_stage(stage: nn.Module, inputs: Any) -> Any:
     """Call a stage, or a layer, with the inputs of a batch or what the one before returned."""
+    if isinstance(inputs, ObjectiveInputs):
+        return inputs.objective(stage, inputs.batch)
     if not isinstance(inputs, Inputs):
         return stage(inputs)
     return stage(inputs.args) if inputs.as_one else stage(*inputs.args, **inputs.kwargs)
@@ -115,13 +130,20 @@ register_pytree_node(
     serialized_type_name="echelon.Inputs",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+register_pytree_node(
+    ObjectiveInputs,
+    lambda inputs: ([inputs.batch], inputs.objective),
+    lambda values, objective: ObjectiveInputs(objective, next(iter(values))),
+    serialized_type_name="echelon.ObjectiveInputs",
+    flatten_with_keys_fn=lambda inputs: ([(MappingKey("batch"), inputs.batch)], inputs.objective),
+)
 
 Batch = tuple[Any, Any]  # (inputs, targets)
 
 
 def num_samples(structure: Any) -> int:
     """Count the samples of a batch, or of a part of one."""
-    sizes = {len(tensor) for tensor in tensors_of(structure)}
+    sizes = {tensor.shape[0] for tensor in tensors_of(structure)}
     if len(sizes) != 1:
         raise UserError(
             "every tensor of a batch must have the same first dim, the samples; "
@@ -161,8 +183,8 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
         if samples == 0:
             raise UserError(
                 "a replica has no sample in this batch, and in a pipeline, with zero=2 or 3, with batch "
-                "norm, and with a schedule from a file every replica takes part in every microbatch; give "
-                "each replica at least one sample"
+                "norm, with gather_samples and with a schedule from a file every replica takes part in every "
+                "microbatch; give each replica at least one sample"
             )
         parts += [(_samples(batch, 0, 1), 0)] * (count - len(parts))
     return parts

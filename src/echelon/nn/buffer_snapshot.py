@@ -50,9 +50,15 @@ class BufferSnapshot:
         self._saved: dict[Slot, _Saved] | None = None  # while a step is undecided
         self._copies: dict[Slot, Tensor] = {}  # of the last `take`; the next one uses their memory again
 
-    @torch.no_grad()
     def take(self) -> None:
         """Note and copy what the buffers are now. Waits for nothing."""
+        if any(module._buffers for module in self._modules):
+            self._copy_all()
+        else:  # as in most models
+            self._copies, self._saved = {}, {}
+
+    @torch.no_grad()
+    def _copy_all(self) -> None:
         earlier, self._copies, self._saved = self._copies, {}, {}
         pairs: list[_Pair] = []
         for slot, buffer in self._buffers():
@@ -68,7 +74,6 @@ class BufferSnapshot:
         for group in _by_memory(pairs):
             torch._foreach_copy_([each.copy for each in group], [each.buffer for each in group])
 
-    @torch.no_grad()
     def restore(self, refused: bool | Tensor) -> None:
         """Bring all buffers back to what `take` found, where `refused`. Only the first call decides.
 
@@ -76,8 +81,11 @@ class BufferSnapshot:
         another form in the step, or has changed on another device.
         """
         saved, self._saved = self._saved, None
-        if refused is False or saved is None:
-            return
+        if refused is not False and saved is not None:
+            self._put_all_back(saved, refused)
+
+    @torch.no_grad()
+    def _put_all_back(self, saved: dict[Slot, _Saved], refused: bool | Tensor) -> None:
         in_place: list[_Pair] = []
         for slot, before in saved.items():
             module, name = slot

@@ -12,23 +12,85 @@ l[y] are those of all ranks that hold the other parts.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from echelon.errors import raise_errors
+
 # The target that a loss leaves out: of padding, and of tokens that are not to be learned. torch and the
 # models of transformers ignore the same number.
 IGNORED_TARGET = -100
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 
-def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:
+@final
+@dataclass(frozen=True)
+class Sum:
+    """What a loss returns that is a sum over samples: `return echelon.Sum(total)`.
+
+    A step then follows the gradient of the sum over the global batch, and `loss` is that sum. Whatever is
+    returned otherwise, a mean or (total, count), makes it a mean.
+    """
+
+    total: Tensor
+
+
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int] | Sum]
+
+
+def check_loss(result: Any) -> None:
+    """Refuse what the loss returned, if it is neither a mean nor (total, count) nor a Sum."""
+    if isinstance(result, Sum):
+        raise_errors("what the loss returned", _scalar_errors("the sum", result.total))
+    elif isinstance(result, tuple):
+        raise_errors("what the loss returned", _pair_errors(result))
+    else:
+        raise_errors("what the loss returned", _scalar_errors("the loss", result))
+
+
+def _pair_errors(result: tuple[Any, ...]) -> list[str]:
+    if len(result) != 2:
+        return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
+    total, count = result
+    errors = _scalar_errors("the total", total)
+    is_number = isinstance(count, Real) and not isinstance(count, bool)
+    if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
+        errors.append(f"the count {_kind_of(count)}: must be one number; sum what is counted")
+    return errors
+
+
+def _scalar_errors(name: str, value: Any) -> list[str]:
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        fix = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
+        return [f"{name} {_kind_of(value)}: must be a tensor of one number, without dims; {fix}"]
+    if torch.is_grad_enabled() and not value.requires_grad:
+        return [
+            f"{name} does not depend on the parameters, so nothing would be trained: compute it from the "
+            "model's output, without detach(), item() or torch.no_grad()"
+        ]
+    return []
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"is a tensor of shape {tuple(value.shape)}"
+    return f"is {'None' if value is None else 'a ' + type(value).__name__}"
+
+
+def total_and_count(
+    result: Any, samples: int, all_samples: Tensor | float | None = None
+) -> tuple[Tensor, Tensor | int]:
     """Return a loss of so many samples as (total, count). A plain mean is one over that many.
 
-    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds.
+    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds. Totals are
+    added up, and divided by all counts, which are `all_samples`: so a Sum is multiplied by these.
     """
+    if isinstance(result, Sum):
+        return _in_float32(result.total) * (samples if all_samples is None else all_samples), samples
     if isinstance(result, tuple):
         return _in_float32(result[0]), result[1]
     return _in_float32(result) * samples, samples

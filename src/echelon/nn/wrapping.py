@@ -30,6 +30,7 @@ STACK = (
     "offload",
     "sequence",
     "gather",
+    "stage",
 )
 GUARD = "guard"  # hooks for calls between steps, which change nothing in a step and are not listed
 

@@ -3,10 +3,9 @@ sequence over `context`, and experts over `expert`. Which of them there are is k
 losses and dropout only see it.
 """
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -27,7 +26,7 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.expert.split import spread_experts
-from echelon.parallel.own_loss import OwnLoss
+from echelon.parallel.own_loss import in_float32
 from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
 from echelon.parallel.sequence_checks import (
@@ -57,6 +56,13 @@ class LocalPart(NamedTuple):
     true_length: int | None
 
 
+@dataclass
+class LogitsChoice:
+    """Whether a pass needs all logits, though the engine's own loss takes parts of the vocabulary."""
+
+    are_joined: bool = False
+
+
 class LayerSharding:
     """The layers of a model, as this rank has them."""
 
@@ -83,6 +89,9 @@ class LayerSharding:
             check_split(model, before, self.sharded, mesh.plan)
         self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
         self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
+        # Whether the last layer returns this rank's part of the vocabulary, for a loss of parts.
+        self.has_split_logits = self.loss is not self.whole_loss
+        self.logits = LogitsChoice()
         self._place_dropout(model, before)
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
         self._hidden_padding = self._pad_hidden(not_causal)
@@ -121,10 +130,24 @@ class LayerSharding:
         group = self._mesh.group("tensor")
         return lambda output, targets: over_parts(output, targets, group, vocabulary)
 
-    @property
-    def has_split_logits(self) -> bool:
-        """Return whether the last layer returns this rank's part of the vocabulary."""
-        return self.loss is not self.whole_loss
+    @contextmanager
+    def using(self, loss: Loss | None, *, whole_logits: bool = False) -> Iterator[None]:
+        """Inside, passes compute this loss, if there is one, in place of the engine's own. `whole_logits`:
+        other functions look at the output too."""
+        if loss is None and not (whole_logits and self.has_split_logits):
+            yield
+            return
+        own = self.user_loss, self.whole_loss, self.loss, self._ignores
+        if loss is not None:
+            self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[self._mesh.plan.precision])
+        self.loss = self.whole_loss if whole_logits else self._loss(self.user_loss)
+        self._ignores = split_loss(self.user_loss) is not None
+        self.logits.are_joined = self.has_split_logits and self.loss is self.whole_loss
+        try:
+            yield
+        finally:
+            self.user_loss, self.whole_loss, self.loss, self._ignores = own
+            self.logits.are_joined = False
 
     @property
     def counts_loss(self) -> bool:
@@ -241,15 +264,25 @@ class LayerSharding:
             return targets.without_padding(output, ignores=self._ignores)
         return self._hidden_padding.without_padding(output, targets.values, ignores=self._ignores)
 
-    @contextmanager
     def around(
         self,
         true_length: int | None,
         shared: Mapping[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Around a forward pass: its layers know how long the sequence is, without padding, and what all of
         them may ask for."""
+        if true_length is None and not shared and self._hidden_padding is None:
+            return scope()  # the view stays as it is
+        return self._in_view(true_length, shared, scope)
+
+    @contextmanager
+    def _in_view(
+        self,
+        true_length: int | None,
+        shared: Mapping[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[None]:
         self._view.true_length, self._view.shared = true_length, shared
         try:
             with scope():
@@ -298,37 +331,6 @@ def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
             f"{how_to_list(model)}"
         )
     return layers
-
-
-# The loss in float32: what a model below float32 returns is converted before its loss.
-
-
-def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
-    """A loss of what a model of `dtype` returns. Those that convert logits themselves, in parts, and a loss
-    that the model has computed already, are what they are."""
-    if dtype.itemsize >= torch.float32.itemsize or split_loss(loss) is not None or isinstance(loss, OwnLoss):
-        return loss
-
-    def float32_loss(output: Any, targets: Any) -> Any:
-        return loss(tree_map(_in_float32, output), targets)
-
-    return float32_loss
-
-
-def _in_float32(leaf: Any) -> Any:
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that torch does not know
-        return _fields_in_float32(leaf)
-    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
-    return leaf.float() if is_low else leaf
-
-
-def _fields_in_float32(output: Any) -> Any:
-    """A copy, made without its __init__, which may compute. A frozen one may be set nowhere else."""
-    converted = copy.copy(output)
-    for field in dataclasses.fields(output):
-        if hasattr(output, field.name):
-            object.__setattr__(converted, field.name, tree_map(_in_float32, getattr(output, field.name)))
-    return converted
 
 
 # The positions that a gate of experts sees, where ranks share sequences (`context`, `sequence`).

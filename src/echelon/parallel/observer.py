@@ -94,6 +94,9 @@ class StepObserver:
     def before_reduce(self) -> None:
         """The gradients of a stage are complete here, and summed over ranks next."""
 
+    def before_unit(self) -> None:
+        """The gradients of a unit are summed over ranks; it is updated next, in the backward pass."""
+
     def after_passes(self) -> None:
         """All passes are done. The ranks of a stage may talk to each other."""
 

@@ -1,11 +1,12 @@
 """A model split into stages: consecutive layers, of which a rank keeps its own.
 
-Every rank builds the whole model and drops the layers of other ranks. The model's tree stays, with None where
+Every rank builds the whole model and drops the layers of other ranks. Stages of a model that only calls its
+layers, with code around them, are in called_stage.py. The model's tree stays, with None where
 their weights were, so that names stay what they are. A parameter that several stages use is *tied*: each of
 them holds it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,21 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.errors import UserError
-from echelon.nn.layering import how_to_list, listed_layers
-
-
-class Names(NamedTuple):
-    """A model's names, from before it was split: of parameters (the first, where tied) and of modules."""
-
-    parameters: Mapping[nn.Parameter, str]
-    modules: Mapping[nn.Module, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Names":
-        return cls(
-            {parameter: name for name, parameter in model.named_parameters()},
-            {module: name for name, module in model.named_modules()},
-        )
+from echelon.nn.layering import how_to_list, listed_layers, stage_layers
+from echelon.parallel.called_stage import CalledStage
+from echelon.parallel.stage_names import Names
 
 
 class StageModule(nn.Module):
@@ -55,9 +44,8 @@ class StageModule(nn.Module):
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
         for module in self._layers.modules():
-            prefix = self._names.modules.get(module)
             for name, buffer in module.named_buffers(recurse=False):
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield self._names.buffer(module, name), buffer
 
 
 class Tie(NamedTuple):
@@ -71,17 +59,20 @@ class Tie(NamedTuple):
 class ModelSplit(NamedTuple):
     """A model in stages, and what ties them."""
 
-    stages: list[StageModule]
+    stages: list[StageModule] | list[CalledStage]
     ties: list[Tie]
 
 
 def split_model(model: nn.Module, boundaries: Sequence[int]) -> ModelSplit:
     """Split the layers of `model` before each of `boundaries`."""
-    layers = listed_layers(model)
-    names = Names.of(model)
-    _check_names(model, layers, names)
+    layers, names = stage_layers(model), Names.of(model)
     edges = [0, *boundaries, len(layers)]
-    stages = [StageModule(layers[a:b], names) for a, b in pairwise(edges)]
+    stages: list[StageModule] | list[CalledStage]
+    if listed_layers(model):
+        _check_names(model, layers, names)
+        stages = [StageModule(layers[a:b], names) for a, b in pairwise(edges)]
+    else:
+        stages = [CalledStage(model, layers, a, b, names) for a, b in pairwise(edges)]
     users: dict[nn.Parameter, list[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.parameters():
@@ -96,7 +87,7 @@ def split_model(model: nn.Module, boundaries: Sequence[int]) -> ModelSplit:
 
 def even_boundaries(model: nn.Module, stages: int) -> list[int]:
     """Return the boundaries of stages of equally many layers; the first ones may have one more."""
-    num_layers = len(listed_layers(model))
+    num_layers = len(stage_layers(model))
     if num_layers == 0:
         raise UserError(
             f"pipeline: {type(model).__name__} lists no layers to cut between; {how_to_list(model)}"
@@ -112,7 +103,7 @@ def even_boundaries(model: nn.Module, stages: int) -> list[int]:
 
 def check_boundaries(model: nn.Module, boundaries: Sequence[int], stages: int) -> list[int]:
     """`boundaries`, if they split the model into `stages` stages of at least one layer."""
-    edges = [0, *boundaries, len(listed_layers(model))]
+    edges = [0, *boundaries, len(stage_layers(model))]
     rising = all(a < b for a, b in pairwise(edges))
     if len(boundaries) != stages - 1 or not rising:
         raise UserError(
@@ -150,9 +141,7 @@ def _keeps_something(module: nn.Module) -> bool:
     return bool(own) or (isinstance(module, _DropoutNd) and module.p > 0)
 
 
-def keep_only(
-    model: nn.Module, stages: Sequence[StageModule], kept: Sequence[StageModule]
-) -> dict[str, Tensor]:
+def keep_only(model: nn.Module, stages: Sequence[nn.Module], kept: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Drop all parameters and buffers of other stages; buffers that are in no layer stay on every rank.
 
     Returns the buffers that no state dict has, by name: nothing could bring them back otherwise.

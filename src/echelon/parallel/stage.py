@@ -16,9 +16,13 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from echelon.nn.batch import call_stage
+from echelon.nn.layering import listed_layers
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.data.gradients import sum_tied, sum_within_stage
 from echelon.parallel.data.sharing import Problem, Sharing, Storages
+from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
+from echelon.parallel.data.zero.units import unit_modules
+from echelon.plan import Plan
 from echelon.program import Program
 from echelon.state.ownership import LocalParameter, OwnedSlice
 
@@ -26,8 +30,16 @@ from echelon.state.ownership import LocalParameter, OwnedSlice
 class Stage:
     """The layers of one stage, and how each of its parameter sets is shared."""
 
-    def __init__(self, index: int, module: nn.Module, sharings: Sequence[Sharing], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        sharings: Sequence[Sharing],
+        buffers: Buffers,
+        smallest_unit: int = SMALLEST_UNIT,
+    ) -> None:
         self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
+        self._smallest_unit = smallest_unit
         self._iterated = iterated_modules(module)
         self._num_forwards = 0  # in this step
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
@@ -39,13 +51,36 @@ class Stage:
         """Return whether replicas communicate in every microbatch: each must run the same number of them."""
         return any(sharing.lockstep for sharing in self.sharings)
 
+    def layers(self) -> list[nn.Module]:
+        """Return the layers that memory savers wrap: those that the module lists, or else its units, of any
+        size if none is large, or itself if it has no children. A unit inside of another is left to that."""
+        listed = listed_layers(self.module)
+        if listed:
+            return listed
+        units = unit_modules(self.module, self._smallest_unit) or unit_modules(self.module, 1)
+        inside = {each for unit in units for each in unit.modules() if each is not unit}
+        return [unit for unit in units if unit not in inside] or [self.module]
+
+    def wrapped_layers(self, plan: Plan) -> list[nn.Module]:
+        """Return what is compiled or compressed: the layers, or the module as a whole where nothing is about
+        single layers of it."""
+        is_by_layer = plan.recompute not in ("none", "selective") or "activations" in plan.offload
+        own = set(self.module.modules())
+        layers = self.layers() if is_by_layer else listed_layers(self.module)
+        return [layer for layer in layers if layer in own] or [self.module]
+
     def start_step(self) -> None:
         self._num_forwards = 0
 
-    def forward(self, value: Any) -> Any:
+    def mark_run(self) -> None:
+        """A forward pass begins."""
         self._num_forwards += 1
-        held = self._iterated if self._num_forwards > 1 else []
-        with no_iteration(held):
+
+    def forward(self, value: Any) -> Any:
+        self.mark_run()
+        if self._num_forwards == 1 or not self._iterated:
+            return call_stage(self.module, value)
+        with no_iteration(self._iterated):
             return call_stage(self.module, value)
 
     def start_backward(self, *, last: bool) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import call_stage, tensors_of
-from echelon.nn.layering import how_to_list, listed_layers
+from echelon.nn.layering import how_to_list, listed_layers, stage_layers
 from echelon.planner.graph import Node, Profile, chain
 
 
@@ -63,6 +63,11 @@ def profile(model: nn.Module, batch: Any, *, repeats: int = 5, warmups: int = 2)
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     layers = listed_layers(model)
+    if not layers and stage_layers(model):
+        raise UserError(
+            f"{type(model).__name__} calls its layers with code around them, and only layers that take what "
+            "the one before returned are measured; say the stages, like pipeline=2, and boundaries"
+        )
     if not layers:
         raise UserError(f"{type(model).__name__} does not say where it can be cut: {how_to_list(model)}")
     return layers

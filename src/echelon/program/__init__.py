@@ -14,7 +14,14 @@ from echelon.program.instruction import (
     Program,
 )
 from echelon.program.load import complete, load_schedule
-from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update, without_update
+from echelon.program.lower import (
+    add_copies,
+    add_gathers,
+    add_transfers,
+    add_update,
+    split_update,
+    without_update,
+)
 from echelon.program.pipedream import asynchronous
 from echelon.program.schedules import flushed, forward_only
 from echelon.program.simulate import Costs, simulate
@@ -48,5 +55,6 @@ __all__ = [
     "parse",
     "show",
     "simulate",
+    "split_update",
     "without_update",
 ]

@@ -5,6 +5,7 @@ add_update        REDUCE of each stage, TIE, NORM, UPDATE and PUBLISH behind all
 fill_update       those of TIE, NORM and PUBLISH that a program with UPDATEs of its own leaves out
 add_gathers       GATHER before a stage is used (before what it waits for), FREE after
 without_update    NORM, UPDATE and PUBLISH taken away: passes alone, and the sums of their gradients
+split_update      passes with REDUCE, and apart from them TIE, NORM, UPDATE and PUBLISH
 add_copies        S after a forward and its send, T before each part of a backward (before what it waits for)
 """
 
@@ -131,6 +132,16 @@ def without_update(program: Program) -> Program:
     """Leave out what decides on new weights, makes them and brings them to other ranks."""
     left_out = (Op.NORM, Op.UPDATE, Op.PUBLISH)
     return _each(program, lambda _, instructions: (i for i in instructions if i.op not in left_out))
+
+
+def split_update(program: Program, *, sums: bool = False) -> tuple[Program, Program]:
+    """Split a flushed step in two: its passes, and what follows when gradients are there. `sums`: the second
+    one begins with REDUCE too, since passes that added up gradients alone came before it."""
+    end = (Op.TIE, Op.NORM, Op.UPDATE, Op.PUBLISH)
+    with_sums = (Op.REDUCE, *end) if sums else end
+    passes = _each(program, lambda _, instructions: (i for i in instructions if i.op not in end))
+    update = _each(program, lambda _, instructions: (i for i in instructions if i.op in with_sums))
+    return passes, replace(update, microbatches=0)
 
 
 def fill_update(program: Program, absent: Collection[Op]) -> Program:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 VALUE = "value"  # the `part` that is a weight or buffer itself
-MASTER = "master"  # its float32 master; any other part is a key of the optimizer's state
+MASTER = "master"  # its float32 master
+AVERAGE = "(average)"  # the average of the weight; any other part is a key of the optimizer's state
 ENGINE = "(engine)"  # the name under which an engine's own counters stand; no parameter can have it
 
 

@@ -1,15 +1,17 @@
 """The task of a training: a model, batches, a loss, and what to report of them.
 
-`tasks.py` opens the task of a job. The loop, the logbook and the display never ask which it is.
+`open_task` opens the task of a job, as every rank does. The loop, the logbook and the display never ask which
+it is: each has the same members. `training` and `validation` are global batches by number, the same in every
+layout; `at(step, part=(i, n))` gives the rows of replica i of n.
 """
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.data import (
     Batches,
@@ -43,59 +45,6 @@ if TYPE_CHECKING:
     from echelon.train.jobs.job import Job
 
 
-class TaskBatches(Protocol):
-    """Global batches by number, the same in every layout."""
-
-    def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
-        """(inputs, targets); `part=(i, n)`: the rows of replica i of n."""
-
-
-class Task(Protocol):
-    """The task of a job, as every rank opens it."""
-
-    @property
-    def unit(self) -> str:
-        """The unit that the loss counts: "tokens", or "images"."""
-
-    @property
-    def config(self) -> ModelConfig | ImageConfig: ...
-
-    @property
-    def num_parameters(self) -> int: ...
-
-    @property
-    def data_name(self) -> str: ...
-
-    @property
-    def data_size(self) -> int:
-        """The number of units to train on."""
-
-    @property
-    def training(self) -> TaskBatches: ...
-
-    @property
-    def validation(self) -> TaskBatches | None: ...
-
-    @property
-    def num_validation_batches(self) -> int: ...
-
-    @property
-    def loss(self) -> Callable[[Any, Any], tuple[Tensor, Tensor]]: ...
-
-    @property
-    def measure(self) -> Measure | None:
-        """The measure of a validation beside the loss: right answers, as (total, count)."""
-
-    def build(self) -> nn.Module:
-        """The model with its initial values."""
-
-    def load(self, folder: str | Path) -> nn.Module:
-        """The model with the weights in a folder."""
-
-    def sample(self, folder: Path) -> str:
-        """Return an example of what the trained model in a folder does."""
-
-
 def make_batches(job: "Job", corpus: Corpus) -> tuple[Batches, Batches | None]:
     """The batches to train on, and those to validate on.
 
@@ -117,10 +66,10 @@ DEFAULT_EVALUATE_BATCHES = 4
 
 @final
 class LanguageTask:
-    """Opens the corpus of a job."""
+    """The corpus of a job, and a model of its tokens."""
 
-    unit = "tokens"
-    measure = None
+    unit = "tokens"  # that the loss counts
+    measure: Measure | None = None  # of a validation beside the loss: right answers, as (total, count)
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
 
     def __init__(self, job: "Job") -> None:
@@ -221,9 +170,8 @@ def model_config(job: "Job", data: ImageData) -> ImageConfig:
     return job.model.image_config(data.class_names)
 
 
-TASKS = ("language", "images")
-
-_CLASSES: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
+Task = LanguageTask | ImageTask
+TASKS: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
 
 
 def config_of(job: "Job") -> ModelConfig | ImageConfig:
@@ -235,4 +183,4 @@ def config_of(job: "Job") -> ModelConfig | ImageConfig:
 
 def open_task(job: "Job") -> Task:
     """The task of a job: its data are opened, its model is not built yet."""
-    return _CLASSES[job.task](job)
+    return TASKS[job.task](job)

@@ -75,6 +75,17 @@ def scale(
     return Scaling(mean * clip_factor(norm, clip), refused, overflows, norm, left_out)
 
 
+def add_calls(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """From the tallies of several batches, a row each, to that of one whose mean is the sum of theirs; and
+    whether they were divided by different multiples of their counts, so that gradients cannot be added."""
+    total, count, weighted = sums.unbind(1)
+    divisor = count + (count == 0)
+    means, factors = total / divisor, weighted / divisor / divisor
+    all_count = count.sum() * (count != 0).all()  # one that counts nothing refuses the update
+    row = torch.stack([means.sum() * all_count, all_count, factors[0] * all_count * all_count])
+    return row, (factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()
+
+
 def _is_not_finite(number: Any) -> Any:
     return number - number != 0
 
@@ -208,7 +219,9 @@ class StepNumbers:
         return StepNumbers.known, (self.read(),)
 
 
-def check_counted(counted: float) -> None:
-    """Refuse a mean over nothing."""
-    if counted == 0:
+def loss_and_count(total: float, count: float, divisors: float) -> tuple[float, float]:
+    """Return (loss total, count) of an evaluation, and refuse a mean over nothing. `divisors`: 0 of losses
+    that are sums, and not divided by their count."""
+    if count == 0:
         raise UserError(_NO_SAMPLE)
+    return total if divisors else total * count, count

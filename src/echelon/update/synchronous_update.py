@@ -15,7 +15,8 @@ from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, check_counted, scale
+from echelon.update.averaging import WeightAverages
+from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, loss_and_count, scale
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.precision.stepper import Stepper
@@ -41,6 +42,7 @@ class SynchronousUpdate(Update):
         in_backward: bool = False,
         loss_scaling: LossScaling | None = None,
         skips_nonfinite: bool = False,
+        average: float | None = None,
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
@@ -50,6 +52,7 @@ class SynchronousUpdate(Update):
         changes nothing, and only `numbers` tells.
         `in_backward`: units are updated in the backward pass, and `step` updates what is left.
         `skips_nonfinite`: an update whose loss or gradients are not finite changes nothing.
+        `average`: the decay of an average of the weights.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
@@ -62,6 +65,7 @@ class SynchronousUpdate(Update):
         self._digest = 0.0  # of what the user has done by hand since the last step
         self._refuses_next = False
         self.units = UnitUpdates(stages.sharings, stepper) if in_backward else None
+        self.averages = None if average is None else WeightAverages(average, stages, stepper)
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
@@ -93,8 +97,11 @@ class SynchronousUpdate(Update):
             flags[list(Problem).index(Problem.DIFFERENT_CHANGE)] += flag
         self._digest, self._refuses_next = 0.0, False
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
-        summed = torch.cat([tally, square.view(1), flags, *of_gates])
+        summed = torch.cat([tally.flatten(), square.view(1), flags, *of_gates])
         _sum(summed, self._group)
+        last_count = summed[3 * (self.remembered_call or 0) + 1]
+        if tally.dim() == 2:
+            summed = _added(summed, len(tally))
         summed, auxiliary = (summed, summed[:0]) if gates is None else (summed[:-1], summed[-1:])
         gate_errors = None if gates is None else gates.errors
         if gates is not None and self._skips_nonfinite:
@@ -104,13 +111,13 @@ class SynchronousUpdate(Update):
         rules = {"scaled": self.loss_scaling is not None, "skips": self._skips_nonfinite}
         if self.deferred:
             self._scaling = scale(summed, self._clip, **rules)
-            self._count: Number = summed[1]
+            self._count: Number = last_count
             found = [_on_device(each, summed) for each in self._found()]
             values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale(sums, self._clip, **rules)
-            self._count = sums[1]
+            self._count = sums[1] if tally.dim() == 1 else float(last_count)
             values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
@@ -140,6 +147,8 @@ class SynchronousUpdate(Update):
                 self.stepper.step_all(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
             self.stepper.step_all(1.0, scaling.skip)
+        if self.averages is not None and (self.units is None or self.units.rehearsal is None):
+            self.averages.after_update(scaling.skip)
         if not self._steady:
             self._overflows = self._overflows + scaling.overflows
             return
@@ -155,7 +164,9 @@ class SynchronousUpdate(Update):
         return overflows
 
     def _remember_count(self) -> None:
-        """Remember the count of an update, unless it was refused or left out."""
+        """Remember what the engine's own loss has counted, unless the update was refused or left out."""
+        if self.remembered_call is None:
+            return
         undone = self.undoes
         if not isinstance(undone, Tensor):
             self._last_count = self._last_count if undone else self._count
@@ -186,17 +197,16 @@ class SynchronousUpdate(Update):
             self._share_weights()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        summed = tally[:2].clone()
+        summed = tally[:3].clone()
         _sum(summed, self._everyone)
-        total, count = summed.tolist()
-        check_counted(count)
-        return total, count
+        return loss_and_count(*summed.tolist())
 
     def owned(self) -> list[OwnedSlice]:
         owned = self._stages.owned_weights()
         for sharing, local in self._stages.slices():
             slices = sharing.slices(local)
-            for part, value in self.stepper.state(local).items():
+            averages = {} if self.averages is None else self.averages.state(local)
+            for part, value in (self.stepper.state(local) | averages).items():
                 if part not in self.stepper.whole_parts:
                     owned += own_state(part, value, slices)
         counters: dict[str, Number] = {"normaliser": 0.0 if self._last_count is None else self._last_count}
@@ -210,7 +220,10 @@ class SynchronousUpdate(Update):
     def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
         for sharing, local in self._stages.slices():
             boxes = partial(_boxes, slices=sharing.slices(local), in_whole=in_whole)
-            self.stepper.load(local, SavedParameter(saved, local.name, boxes, state=state))
+            of_local = SavedParameter(saved, local.name, boxes, state=state)
+            self.stepper.load(local, of_local)
+            if self.averages is not None:
+                self.averages.load(local, of_local)
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         numbers = numbers_of(numbers, None, 0)
@@ -234,6 +247,8 @@ class SynchronousUpdate(Update):
         local = self._stages.local_parameters()
         state = self.stepper.storages(local)
         state += [owned.tensor for owned in self.stepper.held_whole()]
+        if self.averages is not None and not self.stepper.on_host:
+            state += self.averages.storages()
         gradients = [*weights.gradients, *self.stepper.gradients_in_flight()]
         return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
 
@@ -244,6 +259,8 @@ class SynchronousUpdate(Update):
         self._refuses_next = refuses
 
     def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:
+        if self.averages is not None and self.averages.is_shown:
+            return  # masters must not follow averages; the change is refused when these are hidden
         self._digest = digest
         for sharing in self._stages.sharings:
             sharing.take_over(changed)
@@ -280,6 +297,15 @@ def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
         is_skipped = sums.new_zeros(()).bool() | units.skip()
         place = 4 + list(Problem).index(Problem.WRONG_COUNT)
         sums[place] += is_wrong | (is_skipped & (count != 0))
+
+
+def _added(sums: Tensor, num_calls: int) -> Tensor:
+    """The sums of an update whose losses are those of several batches."""
+    tallies, others = sums.split([3 * num_calls, len(sums) - 3 * num_calls])
+    row, is_uneven = add_calls(tallies.view(num_calls, 3))
+    summed = torch.cat([row, others])
+    summed[4 + list(Problem).index(Problem.UNEVEN_COUNTS)] += is_uneven
+    return summed
 
 
 def _with_gates(sums: Tensor, auxiliary: Tensor, num_gates: int) -> Tensor:

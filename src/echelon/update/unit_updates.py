@@ -27,9 +27,7 @@ class UnitUpdates:
     def __init__(self, sharings: Sequence[Sharing], stepper: Stepper) -> None:
         self._stepper = stepper
         self._square: Tensor | None = None
-        # Whether the update must change nothing, for want of samples; asked when a unit is complete.
-        self.skip: Callable[[], Flag] = lambda: False
-        self.on_unit: Callable[[], None] = lambda: None  # before its gradients are used
+        self.start_passes(lambda: False, lambda: None)
         self.rehearsal: Rehearsal | None = None  # while a step is rehearsed
         self.has_updated = False  # whether weights are between those of before and after a step
         for sharing in sharings:
@@ -52,6 +50,11 @@ class UnitUpdates:
         if self.rehearsal is None:
             self._stepper.start_update(number)
 
+    def start_passes(self, skip: Callable[[], Flag], before_unit: Callable[[], None]) -> None:
+        """The passes of a step begin. `skip`, asked when a unit is complete: the update must change nothing,
+        for want of samples. `before_unit` is called before its gradients are used."""
+        self.skip, self._before_unit = skip, before_unit
+
     def finish_passes(self) -> None:
         """No layer runs any more in this step."""
         if self.rehearsal is not None:
@@ -62,7 +65,7 @@ class UnitUpdates:
         return torch.zeros((), dtype=torch.float64, device=device) if self._square is None else self._square
 
     def _update(self, unit: SummedUnit) -> None:
-        self.on_unit()
+        self._before_unit()
         if unit.norm_share:
             square = squared_norm(unit.norm_share, unit.norm_share[0].device)
             self._square = square if self._square is None else self._square + square
@@ -72,7 +75,9 @@ class UnitUpdates:
             return
         self.has_updated = True
         with nullcontext() if self._stepper.on_host else unit.present():
-            self._stepper.step(1.0, self.skip(), unit.local)
+            skip = self.skip()
+            self._stepper.step(1.0, skip, unit.local)
+            self._stepper.after_unit(unit.local, skip)
 
 
 # A rehearsed step, where units are updated in the backward pass: its passes run, and nothing is updated.

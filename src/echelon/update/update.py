@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice
+from echelon.update.averaging import WeightAverages
 from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.unit_updates import UnitUpdates
@@ -41,7 +42,10 @@ class Update(ABC):
     deferred: bool = False  # whether they are not read before the step returns
     units: UnitUpdates | None = None  # where units are updated in the backward pass
     loss_scaling: LossScaling | None = None  # of fp16
+    averages: WeightAverages | None = None  # of weights, where they are averaged
     number: int = 0  # of the next update, from 0; one that is refused has a number too
+    # Of the batches that add up to an update, the last one whose loss is the engine's own.
+    remembered_call: int | None = 0
 
     @property
     def loss_scale(self) -> Number:

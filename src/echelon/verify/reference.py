@@ -22,6 +22,7 @@ from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.dropout.training_position import scope
 from echelon.nn.experts import after_step, auxiliary_loss, gates_of
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
+from echelon.nn.losses import Sum
 from echelon.nn.wrapping import Wrapping
 from echelon.update.precision.loss_scaling import DynamicScale
 from echelon.update.update import Push
@@ -288,7 +289,9 @@ def _is_close(reference: ReferenceModel, loss: Tensor, scale: float) -> bool:
 
 
 def mean(result: Any) -> Tensor:
-    """The mean that a loss function returned, as it is or as (total, count)."""
+    """The mean that a loss function returned, as it is or as (total, count); or the sum."""
+    if isinstance(result, Sum):
+        return result.total
     value: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
     return value
 

@@ -16,6 +16,7 @@ from echelon.engine.audit.audit_batch import (
     most_different,
     sample_traits,
     shown_traits,
+    shows_known,
     smallest_factor,
 )
 from echelon.plan import Plan
@@ -121,3 +122,47 @@ def test_samples_are_ordered_by_what_is_new() -> None:
 
 def test_an_empty_batch_shows_nothing() -> None:
     assert not shown_traits(traits(torch.zeros(0, dtype=torch.int64))).any()
+
+
+BATCHES = {
+    "classes": torch.arange(4),
+    "a class without a sample of it": torch.tensor([1, 3, 3, 1]),
+    "a large vocabulary": torch.arange(200).view(4, 50) + 1,
+    "ignored": torch.tensor([1, -100, 2, 3]),
+    "positions past the end": torch.tensor([5, 7, 8, 9]),
+    "real": torch.tensor([0.5, 1.0, 2.0, 3.0]),
+    "real, with zeros": torch.tensor([0.0, 1.0, 2.0, 3.0]),
+    "not numbers": torch.tensor([math.nan, 1.0, 2.0, 3.0]),
+    "half": torch.tensor([1.0, -1.0, 2.0, 3.0], dtype=torch.bfloat16),
+    "bools": torch.tensor([True, False, True, True]),
+    "none": torch.zeros(4, 0),
+}
+
+
+@pytest.mark.parametrize("earlier", BATCHES)
+@pytest.mark.parametrize("now", BATCHES)
+@pytest.mark.parametrize("place", ["targets", "inputs"])
+def test_a_batch_that_is_ruled_out_by_its_range_shows_nothing_new(earlier: str, now: str, place: str) -> None:
+    def batch_of(name: str) -> tuple[Any, Tensor]:
+        features, leaf = torch.ones(4, 7), BATCHES[name]
+        return (features, leaf) if place == "targets" else ((features, leaf), torch.ones(4))
+
+    def shown(name: str) -> Tensor:
+        traits = sample_traits(batch_of(name))
+        assert traits is not None
+        return shown_traits(traits)
+
+    known = shown(earlier)
+    if shows_known(batch_of(now), known.tolist()):
+        assert not (shown(now) & ~known).any()
+
+
+def test_the_range_of_a_batch_like_the_last_rules_out_new_traits() -> None:
+    batch = torch.ones(4, 7), BATCHES["classes"]
+    traits = sample_traits(batch)
+    assert traits is not None
+    known = shown_traits(traits).tolist()
+    assert shows_known(batch, known)
+    assert not shows_known((batch[0], torch.tensor([0, 1, 2, 4])), known)
+    assert not shows_known((batch[0], torch.tensor([0, 1, 2, -1])), known)
+    assert not shows_known((batch[0], torch.tensor([0.0, 1.0, 2.0, math.nan])), known)

@@ -104,6 +104,6 @@ def test_a_mean_over_nothing_is_not_a_number() -> None:
 
 
 def test_where_ranks_hold_parts_of_an_output_it_is_refused() -> None:
-    check_measure(None, Plan.parse("tensor=2"))
+    check_measure(None, Plan.parse("context=2"))
     with pytest.raises(UserError, match="a rank holds parts of an output"):
-        check_measure(num_right, Plan.parse("tensor=2"))
+        check_measure(num_right, Plan.parse("context=2"))

@@ -13,6 +13,9 @@ from tests.contract_models import CASES, SEQUENCE, VOCAB, token_loss, tokens
 _GPT = ModelConfig("gpt", layers=2, width=16, heads=2, vocab=VOCAB, sequence=SEQUENCE, tied=True)
 
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
+
 def dropping_gpt() -> nn.Module:
     return build(dataclasses.replace(_GPT, dropout=0.2))
 

@@ -153,9 +153,9 @@ def test_gradient_checkpointing_of_transformers_stays_possible() -> None:
         assert all(torch.equal(found.state[key], tensor) for key, tensor in expected.state.items())
 
 
-def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(UserError, match=r"LSTM lists no layers, which would run again; make it an nn.Seq"):
-        echelon.parallelize(LSTM(), "recompute=full", optimizer=adamw, loss=cross_entropy)
+def test_a_model_without_layers_has_no_budget() -> None:
+    with pytest.raises(UserError, match=r"LSTM lists no layers, and a budget is .* recompute=full"):
+        echelon.parallelize(LSTM(), "recompute=budget:1000", optimizer=adamw, loss=cross_entropy)
 
 
 class Clock(nn.Module):

@@ -1,4 +1,4 @@
-"""What the kernels of dropout and precision use of Triton, in numpy: programs run one by one on a CPU.
+"""What kernels of dropout, experts and precision use of Triton, in numpy: programs run one by one on a CPU.
 
 Loads and stores outside of a tensor fail here, where a GPU would read or write something else. Addresses in a
 table are those of tensors in `ADDRESSED`.
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -44,6 +44,7 @@ class Pointer:
 
     def __init__(self, memory: Any, places: Any) -> None:
         self.memory, self.places = memory, places
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offsets: Any) -> "Pointer":
         return Pointer(self.memory, self.places + offsets)
@@ -88,9 +89,9 @@ def _block(values: Any, dtype: Any) -> Any:
     return np.array(values, dtype).view(Block)
 
 
-def _load(pointer: Pointer, mask: Any = None) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Any:
     mask = np.ones(np.shape(pointer.places), bool) if mask is None else mask
-    values = np.zeros(np.shape(mask), pointer.memory.dtype)
+    values = np.full(np.shape(mask), other, pointer.memory.dtype)
     values[mask] = pointer.memory[pointer.inside(mask)]
     return values.view(Block)
 
@@ -133,6 +134,9 @@ LANGUAGE = _module(
     pointer_type=PointerType,
     multiple_of=_multiple_of,
     sqrt=np.sqrt,
+    exp=np.exp,
+    zeros=lambda shape, dtype: _block(np.zeros(shape), dtype),
+    static_range=range,
     interleave=lambda one, other: np.stack([one, other], -1).reshape(-1).view(Block),
     where=lambda mask, one, other: np.where(mask, one, np.asarray(other, one.dtype)).view(Block),
     load=_load,
@@ -146,6 +150,7 @@ def _jit(function: Any = None, **_: Any) -> Any:
 
 TRITON = _module(
     "triton",
+    __version__="3.6.0",
     jit=_jit,
     cdiv=lambda a, b: -(-a // b),
     next_power_of_2=lambda n: 1 << (n - 1).bit_length(),

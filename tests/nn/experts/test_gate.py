@@ -13,7 +13,7 @@ import echelon
 from echelon.engine.step.balance import load_of
 from echelon.errors import UserError
 from echelon.models import cross_entropy
-from echelon.nn.dropout.training_position import counted_samples, scope
+from echelon.nn.dropout.training_position import CountedSamples, scope
 from echelon.nn.experts import (
     ExpertChoiceGate,
     Experts,
@@ -151,7 +151,7 @@ def test_what_is_counted_by_sample_needs_samples(gate: Gate, shape: tuple[int, .
     if gate.noise is not None:
         gate.noise.name = "gate"
     gate(torch.randn(shape))
-    with scope(seed=0, step=0, first_sample=0), counted_samples(2):
+    with scope(seed=0, step=0, first_sample=0), CountedSamples(2):
         gate(torch.randn(2, 3, 8))
         with pytest.raises(UserError, match=r"this pass has 2: give the gate \[samples, positions, width\]"):
             gate(torch.randn(shape))

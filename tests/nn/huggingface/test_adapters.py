@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives import RecordingGroup
-from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.nn.huggingface.adapters import Place, find_places, reason_not_passed_on
@@ -25,7 +24,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from tests.foreign.adapters import ADAPTED, adamw, batch, lora, loss  # noqa: E402
-from tests.foreign.language import LANGUAGE  # noqa: E402
+from tests.foreign.language import LANGUAGE, tokens  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BOUND, STEPS = 1e-9, 3
@@ -64,11 +63,7 @@ def train_and_save(kind: str, plan: str, folder: Path) -> dict[str, int]:
             engine.step(engine.local(batch(step)))
         engine.save_pretrained(folder / "adapters")
         engine.save_pretrained(folder / "merged", merged=True, shard_bytes=20_000)
-        return engine.memory().now | {"trained": _trained_bytes(engine)}
-
-
-def _trained_bytes(engine: Engine) -> int:
-    return sum(p.nbytes for p in engine.module.parameters() if p.requires_grad)
+        return engine.memory().now
 
 
 def load_adapters(base: nn.Module, folder: Path) -> nn.Module:
@@ -131,11 +126,13 @@ def test_adapters_are_those_of_one_device_in_plain_peft(
     memory = check_saved(kind, plan, warm_ranks(ranks), tmp_path)
     if "tensor" in plan or "pipeline" in plan or "expert" in plan:
         return
+    parameters = list(ADAPTED[kind]().parameters())
+    whole = sum(p.numel() * 8 for p in parameters)
+    trained = sum(p.numel() * 8 for p in parameters if p.requires_grad)
     for rank in memory:  # frozen weights have no gradients and no state
-        assert rank["gradients"] <= rank["trained"] + 64
-        assert rank["optimizer"] <= 2 * rank["trained"] + 1024
+        assert rank["gradients"] < 1.5 * trained < 0.3 * whole
+        assert rank["optimizer"] < 3 * trained
     if plan == "data=2 zero=3" and kind == "llama":
-        whole = sum(p.numel() * 8 for p in ADAPTED[kind]().parameters())
         assert all(rank["parameters"] < 0.6 * whole for rank in memory)
 
 
@@ -205,6 +202,20 @@ def test_adapters_with_a_forward_of_their_own_are_refused_where_layers_run(
         echelon.parallelize(model, plan, optimizer=adamw)
 
 
+@pytest.mark.parametrize("plan", ["data=2", "data=2 expert=2", "pipeline=2"])
+def test_adapters_of_single_parameters_are_refused(plan: str) -> None:
+    """With expert=2 they ended in an error of torch about sizes."""
+    with pytest.raises(UserError, match=r"experts: peft puts another tensor.*\(target_modules\)"):
+        echelon.parallelize(ADAPTED["experts"](), plan, optimizer=adamw, loss=loss)
+
+
+@pytest.mark.slow_cases("_prompted")
+@pytest.mark.parametrize("make", [_prompted, _weighted], ids=lambda make: make.__name__)
+def test_adapters_with_a_forward_of_their_own_have_their_own_loss(make: Callable[[], nn.Module]) -> None:
+    """AdaLoRA's term was left out, and logits of added tokens had no labels."""
+    assert_equal(Case(make, tokens, None, adamw, steps=2), "data=2")
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -212,7 +223,7 @@ def test_adapters_with_a_forward_of_their_own_are_refused_where_layers_run(
         ("head", "lm_head is 'vocabulary' in the table, and logits of an adapter cannot be split"),
         (
             "experts",
-            "mlp.experts is 'experts' in the table, and ParamWrapper of peft adapts it; only LoRA",
+            "mlp.experts is 'experts' in the table, and lora.ParamWrapper of peft adapts it; only LoRA",
         ),
     ],
 )

@@ -74,6 +74,7 @@ def stages() -> nn.Module:
         pytest.param(Normalised, vectors, "data=2 sync=parameter-server", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("warm_contract")
 def test_replicas_normalise_as_one_device(model: Any, batch: Any, plan: str) -> None:
     assert_equal(Case(model, batch, mean_loss, adamw), plan)
 

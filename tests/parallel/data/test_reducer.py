@@ -7,9 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon.collectives import RecordingGroup
+from echelon.collectives.agreement import set_anywhere
 from echelon.collectives.group import Reduction, Work
 from echelon.errors import UserError
-from echelon.parallel.data.reducer import Reducer, set_anywhere
+from echelon.parallel.data.reducer import Reducer
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, stop, vectors
 from tests.groups import DeferredGroup
@@ -135,16 +136,19 @@ def test_a_gradient_that_comes_twice_is_an_error_not_a_wrong_sum() -> None:
         assert_equal(Case(Reentrant, vectors, mean_loss, adamw, steps=2), "data=2")
 
 
-def test_gradients_outside_a_step_are_somebody_else_s() -> None:
+def test_backward_passes_of_the_users_own_are_refused() -> None:
     watched = Watched()
-    watched.backward(0)
+    with pytest.raises(UserError, match=r"write engine.backward\(loss\)"):
+        watched.backward(0)
     watched.reducer.start_step()
     watched.reducer.start_backward(reducing=True)
     watched.backward(0, 1, 2)
+    watched.reducer.flush()
+    with pytest.raises(UserError, match=r"See docs/loops\.md"):
+        watched.backward(0)
     watched.reducer.finish_step()
-    watched.take_log()
-    watched.backward(0, 1, 2)
-    assert watched.take_log() == []
+    with pytest.raises(UserError, match="gradients of this rank alone"):
+        watched.backward(0, 1, 2)
 
 
 def test_a_gradient_of_none_completes_its_group_and_counts_as_unused() -> None:

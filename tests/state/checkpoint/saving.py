@@ -82,7 +82,7 @@ def copying_late() -> Iterator[list[int]]:
 
     def copy_late(snapshot: Snapshot) -> None:
         late.append(len(snapshot._rest))
-        assert is_awaited.wait(30) or not snapshot._rest
+        assert not snapshot._rest or is_awaited.wait(30)
         wait(snapshot)
 
     def tell(snapshot: Snapshot) -> None:

@@ -58,16 +58,17 @@ def choose_samples(
     agreement: RankAgreement,
     *,
     is_small: bool = True,
+    repeats: bool = True,
 ) -> AuditBatch | None:
     """Choose the samples of an audit, on all ranks together; None where a replica has none. `source` is the
     replica that gives them, if it has enough; `new`: traits that were not compared yet. `is_small`: parts are
-    smaller than microbatches."""
+    smaller than microbatches. `repeats`: replicas may have the same samples, since none sees another's."""
     plan, samples = mesh.plan, num_samples(batch.pair)
     (least,) = agreement.least(samples)
     if least == 0:
         return None
     is_alone = plan.data == 1 or plan.sync == "async"
-    replicas = 1 if is_alone else smallest_factor(plan.data)
+    replicas = 1 if is_alone else smallest_factor(plan.data) if repeats else plan.data
     parts = min(plan.microbatches, least)
     period = 1 if plan.updates_per_step > 1 else smallest_factor(parts)
     per_part = least // parts
@@ -176,6 +177,36 @@ def sample_traits(batch: Any) -> Tensor | None:
 def shown_traits(traits: Tensor) -> Tensor:
     """Return which traits any sample has, [traits]."""
     return (traits > 0).any(0)
+
+
+@torch.no_grad()
+def shows_known(batch: Any, known: list[bool]) -> bool:
+    """Return True where the smallest and the largest number of each tensor rule out that `sample_traits`
+    shows another trait than the `known` ones. Where they do not, or are on a device, it may."""
+    inputs, targets = batch
+    wide = max((leaf.shape[1] for leaf in _tensors(inputs) if leaf.dim() > 1), default=None)
+    counted = [leaf for leaf in _tensors(inputs) if not _is_real(leaf)]
+    of_targets = all(_shows_known(leaf, wide, known, is_target=True) for leaf in _tensors(targets))
+    return of_targets and all(_shows_known(leaf, None, known, is_target=False) for leaf in counted)
+
+
+def _shows_known(leaf: Tensor, wide: int | None, known: list[bool], *, is_target: bool) -> bool:
+    is_readable = leaf.is_cpu and leaf.layout == torch.strided and not leaf.is_complex()
+    if not is_readable or leaf.dtype == torch.bool or not 0 < leaf.numel() <= _LARGEST:
+        return False
+    low, high = (each.item() for each in torch.aminmax(leaf))
+    if not low <= high:  # not a number
+        return False
+    has_class = is_target and not leaf.is_floating_point()
+    if low <= 0 <= high and not (known[_ZEROS] and known[_OTHER_AMOUNTS][0]):
+        return False
+    if low < 0 and not (known[_NEGATIVES] and known[_OTHER_AMOUNTS][1]):
+        return False
+    is_past_end = has_class and wide is not None and high >= wide
+    if is_past_end and not known[_PAST_END]:
+        return False
+    is_short = low >= 0 and high < _CLASSES
+    return not has_class or all(known[int(low) : int(high) + 1] if is_short else known[:_CLASSES])
 
 
 def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:

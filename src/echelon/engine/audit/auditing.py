@@ -11,7 +11,7 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode, held
-from echelon.engine.audit.audit_batch import NUM_TRAITS, GivenBatch, sample_traits, shown_traits
+from echelon.engine.audit.audit_batch import (
+    NUM_TRAITS,
+    GivenBatch,
+    sample_traits,
+    shown_traits,
+    shows_known,
+)
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
@@ -42,14 +48,14 @@ class AuditSettings(NamedTuple):
 
     mode: Mode
     check_every: int
-    form: PlainForm | None
+    form: PlainForm
 
     @classmethod
     def of(
         cls, model: nn.Module, names: StateNames, mode: Mode, check_every: int, wrapping: Wrapping
     ) -> "AuditSettings":
         check_audit(mode, check_every)
-        return cls(mode, check_every, None if mode == "off" else PlainForm(model, names, wrapping))
+        return cls(mode, check_every, PlainForm(model, names, wrapping))
 
 
 class _Unread(NamedTuple):
@@ -96,8 +102,9 @@ class Audit:
         refuses the step already, which says more than a comparison can."""
         self._num_steps += 1
         self._ask_late()
-        traits = sample_traits(batch.pair) if self._watches else None
         is_due = 0 < self._next <= self._num_steps
+        is_watched = self._watches and (is_due or not self._shows_known(batch))
+        traits = sample_traits(batch.pair) if is_watched else None
         if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
             refused = next(filter(None, self._agreement.gather(str(refusal or ""))), "")
             if refused:
@@ -124,6 +131,11 @@ class Audit:
             return False
         unread, self._unread = self._unread, None
         return unread.is_new.wait()[0] > 0
+
+    def _shows_known(self, batch: GivenBatch) -> bool:
+        """Return whether this batch is known to show nothing new. Ranks that compare theirs count traits."""
+        is_alone = self._agreement.group is None and not self._agreement.is_late
+        return is_alone and shows_known(batch.pair, self._known.tolist())
 
     def _new(self, traits: Tensor) -> Tensor:
         self._known = self._known.to(traits.device)  # in the first step; then it is there
@@ -179,11 +191,15 @@ def make_audit(settings: AuditSettings, setup: Setup, state: EngineState, runner
     agreement = RankAgreement(group, mesh.device)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
     check_weights = partial(check_finite_weights, local.owned_weights, trained, agreement)
-    if settings.form is None:
-        return Audit("off", None, check_weights, agreement, watches=False)
     settings.form.settle()
+    if settings.mode == "off":
+        return Audit("off", None, check_weights, agreement, watches=False)
     dtype = DTYPES[plan.precision]
-    reference = Reference(setup.model, settings.form, layers.whole_loss, setup.scopes, mesh.device, dtype)
+
+    def loss(output: Any, targets: Any) -> Any:  # that of the pass: a call may have one of its own
+        return layers.whole_loss(output, targets)
+
+    reference = Reference(setup.model, settings.form, loss, setup.scopes, mesh.device, dtype)
     gradients = GradientAudit(state, runner, setup.scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
     return Audit(settings.mode, gradients, check_weights, agreement, watches=is_cut)

@@ -54,7 +54,7 @@ def _cause_in_cut(
     run: Run, whole: Result, samples: AuditBatch, device: OneDevice, names: Sequence[str]
 ) -> str:
     summed = KeptGradients(device.group)
-    of_part = partial(run._replace, scale=1.0, is_total=True)
+    of_part = partial(run._replace, scale=1.0, is_total=True, all_samples=samples.bounds[-1][1])
     parts = [
         device.gradients(of_part(batch=samples.part(number), place=begin), summed.take, names)
         for number, (begin, _) in enumerate(samples.bounds)
@@ -71,7 +71,7 @@ def _cause_in_cut(
             f" The model mixes samples: its output for sample {sample} is another when only "
             f"{samples.per_part} of them are computed together (a mean, norm, softmax or sort over dim 0, "
             "the size of the batch, or something kept from call to call); let forward compute each sample "
-            "by itself, or use data=1 and microbatches=1"
+            "by itself, or see all of them with echelon.gather_samples, or use data=1 and microbatches=1"
         )
     mean, of_parts = whole.total / whole.counted, sum(part.total for part in parts) / count
     if abs(mean - of_parts) > tolerance * max(abs(mean), abs(of_parts)) or whole.counted != count:
@@ -79,7 +79,8 @@ def _cause_in_cut(
             f" The loss does not add up over samples: it is {mean:.6g} for all of them, and the mean over "
             f"parts is {of_parts:.6g} (it is a mean over what it counts, as targets that are not masked or "
             "weights of classes, or it compares samples); return (total, count), the sum and what it is the "
-            "sum of, or use data=1 and microbatches=1"
+            "sum of, or echelon.Sum(total), or compare samples of echelon.gather_samples, or use data=1 and "
+            "microbatches=1"
         )
     return (
         " The backward pass mixes samples: outputs and losses of parts are right, and gradients are not (an "

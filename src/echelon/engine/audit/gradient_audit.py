@@ -46,6 +46,7 @@ from echelon.engine.step.side_effects import (
 from echelon.errors import UserError
 from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
+from echelon.nn.batch import num_samples
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run
 
 NAME = "gradients"
@@ -84,6 +85,7 @@ class GradientAudit:
         self._mesh, self._local, self._update = state.mesh, state.local, state.update
         self._device = OneDevice(reference, state.values, agreement)
         self._sizes: set[int] = set()  # of parts that the model takes
+        self._repeats = True  # whether replicas may be given the same samples
         self._modules = state.modules
 
     @property
@@ -190,7 +192,7 @@ class GradientAudit:
     ) -> tuple[AuditBatch, Run, Result]:
         """Choose samples, and let one device compute them. A model that does not take a small part of a
         microbatch is given whole ones."""
-        samples = choose(is_small=is_small)
+        samples = choose(is_small=is_small, repeats=self._repeats)
         if samples is None:
             raise CannotCompareError("a replica has no sample", is_final=False)
         # A worker divides its loss by the samples of all: functions of gradients that are not linear see it.
@@ -205,9 +207,19 @@ class GradientAudit:
                 raise
             return self._rehearse(choose, step, training=training, is_small=False)
         self._sizes.add(samples.per_part)
+        if result.gathers and self._repeats:
+            self._expect_gathering()
+            return self._rehearse(choose, step, training=training, is_small=is_small)
         if not result.counted:
             raise CannotCompareError("the loss counts none of its samples", is_final=False)
         return samples, run, result
+
+    def _expect_gathering(self) -> None:
+        """Replicas see each other's samples: refuse plans in which they cannot. From here on each must have
+        samples of its own in every step."""
+        if self._runner.replicas.error:
+            raise UserError(self._runner.replicas.error)
+        self._repeats, self._runner.feed.fixed_count = False, True
 
     # The plan.
 
@@ -234,7 +246,7 @@ class GradientAudit:
             if units is not None:  # else gradients are gone when their unit is updated
                 stack.enter_context(units.rehearse(partial(_capture, captured)))
             scope = partial(self._scope, samples, step, generators)
-            tally = self._runner.differentiate(samples.local, step, scope)
+            tally = self._runner.differentiate(samples.local, step, scope, num_samples(samples.whole))
             if units is not None:
                 units.finish_passes()
         if self._agreement.group is not None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -148,12 +148,14 @@ class OneDevice:
             failure, is_refusal = str(refusal), True
         except Exception as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        numbers = [0.0, 0.0, False] if result is None else [result.total, result.counted, result.has_drawn]
+        numbers: list[Any] = [0.0, 0.0, False, False]
+        if result is not None:
+            numbers = [result.total, result.counted, result.has_drawn, result.gathers]
         numbers, failure, is_refusal = self._agreement.gather([numbers, failure, is_refusal])[0]
         if failure:
             raise UserError(failure) if is_refusal else FailedRunError(failure)
-        total, counted, has_drawn = numbers
-        return result or Result(None, total, counted, {}, has_drawn)
+        total, counted, has_drawn, gathers = numbers
+        return result or Result(None, total, counted, {}, has_drawn, gathers)
 
     # Weights.
 
@@ -237,7 +239,7 @@ def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process could still take, with those that torch keeps of a CUDA device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -252,7 +254,7 @@ def _free_bytes(device: torch.device) -> int:
 
 def _reason_not_to_take(needed: int, content: str, device: torch.device) -> str:
     """Say why an audit should not take so many bytes; empty if it may."""
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if 2 * needed <= free:
         return ""
     return (

@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 from echelon.engine.audit.gradient_comparison import Take
 from echelon.engine.audit.plain_form import PlainForm, late_hooks
 from echelon.engine.step.feed import to_device
-from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import AttributeSnapshot
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import call, cast, num_samples
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Loss, total_and_count
+from echelon.nn.sample_gathering import Replicas
 
 Parameters = Mapping[str, nn.Parameter]
 _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
@@ -28,7 +30,8 @@ class Run(NamedTuple):
     """A run of one device. `place`: of the first sample among all that are compared. `rounding`: every
     output of a module is changed by about so much of itself, as rounding might; each `draw` in another way.
     `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward, so
-    that generators have moved on. `is_total`: gradients are those of the total, not of the mean."""
+    that generators have moved on. `is_total`: gradients are those of the total, not of the mean.
+    `all_samples`: of all parts, if this is one."""
 
     batch: Any
     step: int
@@ -39,6 +42,7 @@ class Run(NamedTuple):
     scale: float = 1.0
     is_second: bool = False
     is_total: bool = False
+    all_samples: int | None = None
 
 
 class Result(NamedTuple):
@@ -50,6 +54,7 @@ class Result(NamedTuple):
     counted: float
     gradients: dict[str, Tensor]
     has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
+    gathers: bool  # whether it asked for the samples of all replicas
 
 
 @final
@@ -115,13 +120,15 @@ class Reference:
             stack.callback(AttributeSnapshot(self._model.modules()).restore)
             if not run.training:
                 self._model.eval()
-            with counting(samples, scope):
+            replicas = Replicas()  # one device
+            with CountedSamples(samples, scope), replicas.gathering():
                 output = call(self._model, cast(inputs, self.dtype))
-                total, count = total_and_count(self._loss(output, targets), samples)
+                result = self._loss(output, targets)
+                total, count = total_and_count(result, samples, run.all_samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
         output = tree_map_only(Tensor, torch.detach, output)
-        return Result(output, float(total), float(count), gradients, before.moved())
+        return Result(output, float(total), float(count), gradients, before.moved(), replicas.is_used)
 
 
 def _gradients(

@@ -27,6 +27,7 @@ class Checkpointing(StepObserver):
         self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
         runner.observers.add(self)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
+        self.num_loads = 0  # those that have begun to change the engine
 
     # Saving.
 
@@ -95,6 +96,7 @@ class Checkpointing(StepObserver):
             loading.check()
             failed = str(loading.saved.path)
             self._saver.before_changes()
+            self.num_loads += 1
             loading.read()
             loading.restore(self._runner)
             failed = ""

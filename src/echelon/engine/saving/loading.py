@@ -34,7 +34,7 @@ from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError, raise_errors
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.saved import SavedState, number_errors, numbers_of
-from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice, StateNames
+from echelon.state.ownership import AVERAGE, MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.layout import whole
 from echelon.update.optim.needs import inner_optimizers
 from echelon.update.optim.optimizer_state import state_forms
@@ -302,7 +302,7 @@ def _group_of(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> tuple[s
 
 
 def _state_keys(saved: SavedState, name: str) -> set[str]:
-    parts = saved.manifest.tensors.get(name, {}).keys() - {VALUE, MASTER}
+    parts = saved.manifest.tensors.get(name, {}).keys() - {VALUE, MASTER, AVERAGE}
     return {*parts, *saved.manifest.state_numbers.get(name, {})}
 
 

@@ -1,15 +1,16 @@
 """Whole tensors of an engine's model, put together from what all ranks own, one after the other."""
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from echelon.engine.saving.engine_state import EngineState
 from echelon.errors import UserError
 from echelon.state.assembly import Assembly
-from echelon.state.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
+from echelon.state.ownership import AVERAGE, ENGINE, MASTER, VALUE, OwnedSlice, Slice
 
 
 @final
@@ -22,13 +23,29 @@ class WholeTensors:
         """`synchronize` brings every rank to the newest weights; `owned` returns what this rank owns then."""
         self._state, self._synchronize, self._owned = state, synchronize, owned
 
-    def weights(self) -> Assembly:
-        return self._assembly(lambda box: box.part == VALUE)
+    def weights(self, names: Collection[str] | None = None) -> Assembly:
+        """Return weights and buffers, of these names or all."""
+        return self._assembly(lambda box: box.part == VALUE and (names is None or box.name in names))
 
     def _assembly(self, chosen: Callable[[Slice], bool]) -> Assembly:
         self._synchronize()
         owned = [each for each in self._owned() if each.slice.name != ENGINE and chosen(each.slice)]
         return Assembly(owned, self._state.mesh.group("all"), self._state.mesh.device)
+
+    def stream(self, check: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over the weights and buffers by name, one whole tensor at a time, on every rank.
+        `check` raises if the state has changed since then."""
+        return self._stream(self.weights(), check)
+
+    def _stream(self, assembly: Assembly, check: Callable[[], None]) -> Iterator[tuple[str, Tensor]]:
+        known = set(assembly)
+        for name, first in self._state.names.state.items():
+            if (first, VALUE) in known:  # extra state that is no tensor is not
+                check()
+                tensor = assembly.tensor((first, VALUE))
+                assert tensor is not None
+                yield name, tensor
+                _take_memory(name, tensor)
 
     def state_dict(self, to: str | None) -> dict[str, Tensor]:
         """Return all weights and buffers on every rank, or (to="rank0") in host memory of rank 0 alone."""
@@ -48,7 +65,8 @@ class WholeTensors:
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state of each parameter, under every name that the parameter has."""
         whole: dict[str, dict[str, Tensor]] = {}
-        for (name, part), tensor in _tensors(self._assembly(lambda box: box.part not in (VALUE, MASTER))):
+        others = (VALUE, MASTER, AVERAGE)
+        for (name, part), tensor in _tensors(self._assembly(lambda box: box.part not in others)):
             whole.setdefault(name, {})[part] = tensor
         return {name: whole.get(first, {}) for name, first in self._state.names.parameters.items()}
 
@@ -58,3 +76,34 @@ def _tensors(assembly: Assembly, *, to_first: bool = False) -> Iterator[tuple[tu
         tensor = assembly.tensor(key, to=0 if to_first else None)
         if tensor is not None:
             yield key, tensor.cpu() if to_first else tensor
+
+
+def _take_memory(name: str, tensor: Tensor) -> None:
+    """Take the memory of a tensor: the loop's variable holds it until the next one is there. What shares it
+    with an array of numpy, or with another process, cannot be taken, and stays as it is."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+        tensor.__class__ = PassedTensor
+        tensor.label = name  # type: ignore[attr-defined]
+
+
+@final
+class PassedTensor(Tensor):
+    """A tensor of `weights` whose turn is over: to read it raises an error that says so."""
+
+    label: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel", "stride"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        passed = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
+        raise UserError(
+            f"{passed.label} is read after engine.weights() has gone on to the next tensor, which has taken "
+            "its memory; use each tensor inside the loop, or keep tensor.clone(); engine.full_state_dict() "
+            "returns all at once"
+        )

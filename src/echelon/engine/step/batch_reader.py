@@ -9,6 +9,7 @@ The signature of the model's forward decides how a tuple or a dict becomes argum
 possible, the batch is refused, and `Inputs` says which is meant.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from echelon.errors import UserError, raise_errors
-from echelon.nn.batch import Batch, CallSignature, Inputs
+from echelon.nn.batch import Batch, CallSignature, Inputs, ObjectiveInputs
 from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.families import find_family
 from echelon.nn.huggingface.inputs import layer_inputs
 from echelon.nn.huggingface.own_loss import shift
 from echelon.nn.layering import listed_layers
 from echelon.nn.losses import Loss
-from echelon.parallel.own_loss import OwnLoss, takes_next_labels
+from echelon.parallel.own_loss import ObjectiveLoss, OwnLoss, takes_next_labels
 from echelon.plan import AUTO, Plan
 
 _LABELS = "labels"
@@ -37,6 +38,7 @@ class BatchReader:
     def __init__(self, model: nn.Module, plan: Plan, loss: Loss, *, by_layers: bool) -> None:
         self._signature, self._plan = CallSignature.of(model), plan
         self._is_own_loss, self._shifts = isinstance(loss, OwnLoss), takes_next_labels(loss)
+        self._objective = loss.objective if isinstance(loss, ObjectiveLoss) else None
         self._is_family = by_layers and find_family(adapted_model(model)) is not None
         self._first = CallSignature.of(listed_layers(model)[0]) if by_layers else None
         config = getattr(model, "config", None)
@@ -49,8 +51,20 @@ class BatchReader:
                 "zero=0"
             )
 
+    def for_loss(self, loss: Loss | None) -> "BatchReader":
+        """The reader of batches for another loss than the engine's own, if one is given."""
+        if loss is None or not (self._is_own_loss or self._shifts or self._objective):
+            return self
+        reader = copy.copy(self)
+        reader._is_own_loss, reader._shifts, reader._objective = False, False, None
+        return reader
+
     def read(self, batch: Any) -> Batch:
         """(inputs, targets), which can be cut into samples: inputs are one value, or `Inputs`."""
+        if self._objective is not None:
+            whole = ObjectiveInputs(self._objective, to_plain(batch)), None
+            check_batch(whole)
+            return whole
         inputs, targets = self._divide(to_plain(batch))
         if isinstance(inputs, Inputs):
             self._check(self._signature, inputs)

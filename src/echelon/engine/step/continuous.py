@@ -44,6 +44,7 @@ class ContinuousRunner(StepRunner):
         return self._versions
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
+        self._normaliser.start_update()
         self.observers.tell("before_step")
         feed = self._training_feed(batch, step, begin=self._taken)
         begin, self._taken = self._taken, self._taken + len(feed)

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime.flight import Microbatch
-from echelon.engine.step.samples import Scopes, counting
+from echelon.engine.step.samples import Scopes
 from echelon.nn.batch import DTYPES, Batch, cast, microbatches, num_samples, shared_inputs, tensors_of
+from echelon.nn.dropout.training_position import CountedSamples
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.update.numbers import Number
@@ -43,13 +44,16 @@ class Feed:
         count_before: Number | None = None,
         begin: int = 0,
         scope: Scope | None = None,
+        call: int = 0,
+        own_loss: bool = True,
     ) -> tuple[dict[int, Microbatch], StepNormaliser]:
         """The microbatches of a step, numbered from `begin`, and what their losses are divided by.
-        `count_before`: what the last update was the mean of."""
+        `count_before`: what the last update was the mean of. `call`: how many batches of the same update came
+        before; `own_loss`: their loss is the engine's own."""
         samples = num_samples(batch)
-        scope = scope or self._scopes.of_step(step, samples)
+        scope = scope or self._scopes.of_step(step, samples, call)
         parts = self._cut(batch)
-        of_step = normaliser.of_step(batch, samples, count_before)
+        of_step = normaliser.of_step(batch, samples, count_before, own_loss=own_loss)
         return {
             begin + number: self._microbatch(
                 part, weight, "training", partial(scope, number), of_step, loss_scale
@@ -83,8 +87,9 @@ class Feed:
             inputs = cast(to_device(inputs, device), DTYPES[self._mesh.plan.precision])
         if self._is_last:
             targets = targets._replace(values=to_device(targets.values, device))
-        shared = to_device(shared_inputs(inputs), device)
-        scope = partial(counting, num_samples(part), scope)
+        shared = shared_inputs(inputs)
+        shared = to_device(shared, device) if shared else shared
+        scope = partial(CountedSamples, targets.num_samples, scope)
         around = partial(self._layers.around, true_length, shared, scope)
         return Microbatch(inputs, targets, weight, form, around, normaliser, loss_scale)
 

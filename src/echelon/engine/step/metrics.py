@@ -188,10 +188,10 @@ def agree_on_means(
 
 def check_measure(measure: Measure | None, plan: Plan) -> None:
     """Refuse a measure where ranks hold parts of an output."""
-    if measure is not None and plan.tensor * plan.context > 1:
+    if measure is not None and plan.context > 1:
         raise UserError(
-            f"evaluate(measure=…) with plan '{plan}': with tensor or context > 1 a rank holds parts of an "
-            "output, which a measure cannot see; leave it out"
+            f"measure=… with plan '{plan}': with context > 1 a rank holds parts of an output, which a "
+            "measure cannot see; leave it out"
         )
 
 

@@ -6,7 +6,7 @@ the right numbers. Others would not notice: an update divides by the true count,
 by, as long as this was the same for all losses of the update.
 
     loss                              count before the first backward pass
-    a mean                            the samples of all replicas
+    a mean, or a Sum times that       the samples of all replicas
     (total, count), a single loss     its own
     (total, count), several           the samples, targets or targets that are not ignored, whichever was
                                       the count of the step before; else that count
@@ -64,23 +64,36 @@ class LossNormaliser:
         self._compares = exact and not deferred and plan.context == 1 and not plan.sequence
         self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
         self._updates_per_step = plan.updates_per_step
-        self._before: Counts | None = None  # those of the last step
+        self._before: Counts | None = None  # those of the last batch before this update
+        self._latest: Counts | None = None  # those of the last batch
         self._is_first = True
+        self._trial_samples: int | None = None  # which a Sum of a trial is over
 
-    def of_step(self, batch: Any, samples: int, count_before: Number | None) -> "StepNormaliser":
+    def start_update(self) -> None:
+        """The batches from here on are of another update than the last one."""
+        self._before = self._latest
+
+    def of_step(
+        self, batch: Any, samples: int, count_before: Number | None, *, own_loss: bool = True
+    ) -> "StepNormaliser":
         """The normaliser of a step of `samples` samples here. `count_before`: what the last update was the
-        mean of. Replicas exchange a few numbers, which stay on the device."""
+        mean of, which tells of the engine's own loss alone. Replicas exchange a few numbers, which stay on
+        the device."""
         if not self._is_here:
             return StepNormaliser(Counts(1.0, 1.0, 1.0), None, is_only=False, local=None)
         reads = self._is_first or not self._deferred
         device = None if reads else self._mesh.device
         counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
-        expected = None if count_before is None else _expected(counts, self._before, count_before)
-        self._before, self._is_first = counts, False
+        expected = None
+        if own_loss:
+            expected = None if count_before is None else _expected(counts, self._before, count_before)
+            self._latest = counts
+        self._is_first = False
         self._is_only = self._has_one_loss(samples)
         per_update = Counts(*(number / self._updates_per_step for number in counts))
         local = samples if self._has_all_losses and reads else None
         normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
+        normaliser.trial_samples, normaliser.plan = self._trial_samples, self._mesh.plan
         self._last = normaliser
         if self._is_learned:
             if not self._rules and not self._is_only:
@@ -90,22 +103,22 @@ class LossNormaliser:
             normaliser.apply(rule, compares=self._compares, has_update=has_update)
         return normaliser
 
-    def for_a_trial(self) -> "LossNormaliser":
+    def for_a_trial(self, samples: int) -> "LossNormaliser":
         """Another one, which knows as much but for what units need: no update follows, and nothing of the
-        trial is kept."""
+        trial is kept. It has so many different `samples`, and replicas may repeat them."""
         trial = copy.copy(self)
-        trial._is_learned = False
+        trial._is_learned, trial._trial_samples = False, samples
         return trial
 
     def counters(self) -> dict[str, Number]:
         """Return the numbers that the next step's normaliser depends on, by name."""
-        counts = self._before if self._is_here and self._before is not None else ()
+        counts = self._latest if self._is_here and self._latest is not None else ()
         return {f"last {name}": number for name, number in zip(Counts._fields, counts, strict=False)}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Go on from the counts of a checkpoint's last step."""
         counts = [numbers.get(f"last {name}") for name in Counts._fields]
-        self._before = None if None in counts else Counts(*(float(number or 0) for number in counts))
+        self._latest = None if None in counts else Counts(*(float(number or 0) for number in counts))
 
     def _has_one_loss(self, samples: int) -> bool:
         """Return whether every update of a step is of one loss, which is here."""
@@ -114,8 +127,8 @@ class LossNormaliser:
 
     def learn(self, count: float) -> None:
         """The rehearsal of a step counted so much: find out what losses count. The same on every rank."""
-        assert self._before is not None
-        matches = tuple(rule for rule in self._rules if float(self._before[rule]) == count)
+        assert self._latest is not None
+        matches = tuple(rule for rule in self._rules if float(self._latest[rule]) == count)
         if not self._has_pairs():
             matches = (0,)  # means, which are weighted by samples
         if not matches and not self._is_only:
@@ -142,8 +155,8 @@ class LossNormaliser:
         return not self._is_learned
 
     def _unknown_count(self, found: str) -> UserError:
-        assert self._before is not None
-        samples, targets, counted = (f"{float(number):g}" for number in self._before)
+        assert self._latest is not None
+        samples, targets, counted = (f"{float(number):g}" for number in self._latest)
         return UserError(
             f"update={self._mesh.plan.update}: {found}, and the batch has {samples} samples, {targets} "
             f"targets, {counted} of them not {IGNORED_TARGET}: units are updated in the backward pass, "
@@ -181,6 +194,19 @@ class StepNormaliser:
         self.has_pair = False  # whether a loss was (total, count)
         self._has_update = False  # whether the one loss, and all that it updates, are this rank's
         self.is_empty: bool | Tensor = False  # whether no loss counts anything, where that must be known
+        self.trial_samples: int | None = None
+        self.plan: Plan | None = None
+
+    def all_samples(self) -> Number:
+        """The samples that a Sum is over: those of all losses of the step."""
+        plan = self.plan
+        if plan is not None and (plan.sync == "async" or not plan.flushes):
+            raise UserError(
+                f"the loss returned echelon.Sum with plan '{plan}', whose updates are each of a part of the "
+                "batch, so that no sum is over all of it; return a mean, or take a plan with one update "
+                "per step"
+            )
+        return self._counts.samples if self.trial_samples is None else self.trial_samples
 
     def apply(self, rule: int | None, *, compares: bool, has_update: bool) -> None:
         """Losses count as `rule` says. `compares`: where one does not, that is an error."""
@@ -236,6 +262,8 @@ def count_targets(targets: Any, samples: int, device: torch.device | None = None
     (tensor,) = tensors
     counted: Number = tensor.numel()
     if tensor.dtype == torch.int64:
+        if device is None and tensor.is_cpu and counted and int(tensor.min()) > IGNORED_TARGET:
+            return Counts(samples, counted, float(counted))  # none is ignored: one look, and not two
         summed = (tensor != IGNORED_TARGET).sum()
         counted = float(summed) if device is None else summed.double().to(device, non_blocking=True)
     return Counts(samples, tensor.numel(), counted)

@@ -14,11 +14,10 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
 from echelon.engine.step.feed import Feed, Scope, Upload
-from echelon.engine.step.losses import Losses
 from echelon.engine.step.metrics import Evaluation, Measure, Measuring, agree_on_means
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
-from echelon.engine.step.runtime.flight import Microbatch
+from echelon.engine.step.runtime.flight import Losses, Microbatch
 from echelon.engine.step.runtime.interpreter import Interpreter
 from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.runtime.versions import Versions
@@ -26,6 +25,7 @@ from echelon.engine.step.runtime.wire import Wire
 from echelon.engine.step.side_effects import FirstForward, without_autocast_cache
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
+from echelon.nn.sample_gathering import Replicas
 from echelon.parallel.data.batch_norm import talks_in_forward
 from echelon.program import (
     Instruction,
@@ -35,6 +35,7 @@ from echelon.program import (
     add_transfers,
     check,
     forward_only,
+    split_update,
     without_update,
 )
 from echelon.update.numbers import Number, StepNumbers
@@ -62,6 +63,7 @@ class StepRunner(ABC):
         fixed_count = self._pipelined or talks or plan.schedule_is_file
         self.feed = Feed(self._mesh, self._local, self._layers, self._scopes, fixed_count=fixed_count)
         self.losses = Losses(self._layers, self.observers)
+        self.replicas = Replicas(self._mesh)
         self._normaliser = LossNormaliser(
             self._mesh,
             program.placement[-1],
@@ -93,7 +95,11 @@ class StepRunner(ABC):
         try:
             return self._train(batch, step)
         finally:
-            self._upload.wait()
+            self.wait_for_batch()
+
+    def wait_for_batch(self) -> None:
+        """Return when the batch may be changed."""
+        self._upload.wait()
 
     @abstractmethod
     def _train(self, batch: Batch, step: int) -> StepNumbers: ...
@@ -169,12 +175,17 @@ class StepRunner(ABC):
         measured = None if measure is None else agree_on_means(measuring.sums, group, device)
         return Evaluation(loss / counted, round(counted), measured)
 
-    def differentiate(self, batch: Batch, step: int, scope: Scope) -> Tensor:
-        """Run the passes of a step on some samples, without its update, and with nothing of gates; returns
-        the tally. Gradients are summed over ranks, until `local.start_step` clears them. All ranks must call
-        this, with nothing under way."""
+    def forward(self, batch: Batch) -> None:
+        """Take a batch forward, for observers to see; the model is in the mode that it has."""
+        feed = self.feed.of_evaluation(batch)
+        self._run(self.forward_script(len(feed)), feed)
+
+    def differentiate(self, batch: Batch, step: int, scope: Scope, samples: int) -> Tensor:
+        """Run the passes of a step on so many samples, which replicas may repeat, without its update, and
+        with nothing of gates; returns the tally. Gradients are summed over ranks, until `local.start_step`
+        clears them. All ranks must call this, with nothing under way."""
         normaliser = self._normaliser
-        self._normaliser = normaliser.for_a_trial()
+        self._normaliser = normaliser.for_a_trial(samples)
         try:
             with self.observers.without(Balance, DiscardStatistics, FirstForward):
                 self._local.start_step()  # and not that of the update, which may bring other weights
@@ -204,9 +215,21 @@ class StepRunner(ABC):
     def _pass_program(self, number: int) -> Program:
         """Make the program of `number` microbatches, from an empty pipeline to an empty one."""
 
-    def _script(self, key: object, make: Callable[[], Program]) -> Script:
+    def _part_script(self, number: int, *, sums: bool) -> Script:
+        """A step's passes on `number` microbatches. `sums`: and the sums of their gradients over ranks."""
+        return self._script(
+            ("part", number, sums), lambda: split_update(self._pass_program(number))[0], sums=sums
+        )
+
+    def _update_script(self, *, sums: bool) -> Script:
+        """The rest of a step. `sums`: after passes whose gradients are to be summed."""
+        return self._script(
+            ("update", sums), lambda: split_update(self._local.program, sums=sums)[1], continues=True
+        )
+
+    def _script(self, key: object, make: Callable[[], Program], **options: bool) -> Script:
         if key not in self._scripts:
-            self._scripts[key] = Script(make(), self._rank)
+            self._scripts[key] = Script(make(), self._rank, **options)
         return self._scripts[key]
 
     def _training_feed(
@@ -216,6 +239,8 @@ class StepRunner(ABC):
         count_before: Number | None = None,
         begin: int = 0,
         scope: Scope | None = None,
+        call: int = 0,
+        own_loss: bool = True,
     ) -> dict[int, Microbatch]:
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
@@ -228,9 +253,13 @@ class StepRunner(ABC):
             count_before=count_before,
             begin=begin,
             scope=scope,
+            call=call,
+            own_loss=own_loss,
         )
         if self._update.units is not None:
-            self._update.units.skip = lambda: self._skips_units(normaliser)
+            self._update.units.start_passes(
+                lambda: self._skips_units(normaliser), lambda: self.observers.tell("before_unit")
+            )
         self._upload = Upload(batch, self._mesh.device)
         return feed
 
@@ -245,7 +274,7 @@ class StepRunner(ABC):
         if self.is_broken:
             raise UserError(self._failure)
         try:
-            with without_autocast_cache():
+            with without_autocast_cache(), self.replicas.gathering():
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()

@@ -15,11 +15,12 @@ from echelon.nn.batch import part_bounds
 from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
 from echelon.nn.dropout.modules import draw_masks_again, key_dropout, keyed_modules
 from echelon.nn.dropout.noise import noises
-from echelon.nn.dropout.training_position import counted_samples, scope
+from echelon.nn.dropout.training_position import scope
 from echelon.nn.hashing import hash_of
 from echelon.nn.wrapping import Wrapping
 from echelon.update.numbers import HostCopy
 
+_CALL_BITS = 40  # of a key: above the number of any step
 Counts = Callable[[int], Sequence[int] | Tensor]  # from the samples of this replica to those of each
 
 
@@ -86,11 +87,14 @@ class Scopes:
         """Draws of forwards that belong to no sample, as far as is known: each "numpy.random in encoder"."""
         return [] if self._agreement is None else list(self._agreement.draws.foreign)
 
-    def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
-        """Return a function that opens the scope of a microbatch."""
-        if self._agreement is not None:
+    def of_step(
+        self, step: int, samples: int, call: int = 0
+    ) -> Callable[[int], AbstractContextManager[None]]:
+        """Return a function that opens the scope of a microbatch. `call`: how many batches of the same step
+        came before; each draws numbers of its own."""
+        if self._agreement is not None and call == 0:
             self._agreement.start_step()
-        return self._of_passes(step, samples)
+        return self._of_passes(step + (call << _CALL_BITS), samples)
 
     def of_evaluation(self, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """The same in an evaluation, where each one draws the same numbers."""
@@ -102,27 +106,24 @@ class Scopes:
         open_at = self.at_sample(step, samples)
         return lambda microbatch: self._of_pass(step, samples, microbatch, open_at)
 
-    @contextmanager
     def _of_pass(
         self,
         step: int,
         samples: int,
         microbatch: int,
         open_at: Callable[[int], AbstractContextManager[None]],
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         place = first_sample(0, samples, microbatch, self._microbatches)
         assert isinstance(place, int)
         if self._agreement is None:
-            with open_at(place):
-                yield
-            return
+            return open_at(place)
         number = partial(hash_of, self.seed or 0, step, self._replica, place)
-        with self._agreement.around(number), open_at(place):
-            yield
+        around = self._agreement.around(number)
+        return around if open_at is no_scope else _both(around, open_at(place))
 
     def at_sample(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """Return a function that opens the scope of samples from a place on, counted among the `samples` of
-        this replica. It reaches to the last one, unless `counted_samples` says how many are in the pass."""
+        this replica. It reaches to the last one, unless `CountedSamples` says how many are in the pass."""
         agreement = self._agreement
         is_keyed = self._has_noise or any(module.p > 0 for module in self._modules)
         draws = agreement.draws if agreement is not None and agreement.intercepts else None
@@ -199,21 +200,34 @@ class DrawAgreement:
             group.all_reduce(flag)
         self._flag = HostCopy(flag)
 
-    @contextmanager
-    def around(self, number: Callable[[], int]) -> Iterator[None]:
+    def around(self, number: Callable[[], int]) -> AbstractContextManager[None]:
         """A forward pass. Generators of others are seeded by this number, where replicas must differ."""
         if self.intercepts and not (self._is_open or self.draws.foreign):
-            yield
-        elif self.intercepts or self.draws.foreign:
+            return nullcontext()
+        if self.intercepts or self.draws.foreign:
             states = self.draws.generators()
-            with states.seeded(number()) if self._mesh.plan.data > 1 else nullcontext():
-                yield
-        else:
-            states = GeneratorStates.of_torch(self.device)
-            yield
-            if states.moved():
-                self.is_late = True
-                self.draws.say_late()
+            return states.seeded(number()) if self._mesh.plan.data > 1 else nullcontext()
+        return _NoDraw(self)
+
+    def find_draw(self) -> None:
+        """A forward has drawn after ranks agreed that none does."""
+        self.is_late = True
+        self.draws.say_late()
+
+
+@final
+class _NoDraw:
+    """Around a forward pass that draws nothing, as ranks have agreed: a class, for the sake of its time."""
+
+    def __init__(self, agreement: DrawAgreement) -> None:
+        self._agreement = agreement
+
+    def __enter__(self) -> None:
+        self._states = GeneratorStates.of_torch(self._agreement.device)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and self._states.moved():
+            self._agreement.find_draw()
 
 
 def no_scope(_: object) -> AbstractContextManager[None]:
@@ -221,9 +235,8 @@ def no_scope(_: object) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def counting(samples: int, scope: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """A scope around a pass of so many samples."""
-    with counted_samples(samples), scope():
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
         yield
 
 

@@ -8,13 +8,12 @@ FlushedRunner         start → feed → run the program → numbers
     publish           to all ranks (update/). PipeDream schedules have a runner of their own: continuous.py
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.audit.audit_batch import GivenBatch
@@ -22,13 +21,14 @@ from echelon.engine.audit.auditing import Audit
 from echelon.engine.audit.drift import DriftCheck
 from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.setup import Setup
-from echelon.engine.step.agreement import check_same_batch, measure_gradient
-from echelon.engine.step.batch_reader import to_plain
+from echelon.engine.step.agreement import check_same_batch
+from echelon.engine.step.batch_reader import BatchReader, to_plain
 from echelon.engine.step.first_step import FirstStepChecks
 from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
-from echelon.engine.step.side_effects import renormalises_any, without_side_effects
+from echelon.engine.step.side_effects import renormalises_any
+from echelon.engine.step.side_passes import SidePasses
 from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
@@ -37,12 +37,10 @@ from echelon.nn.batch import Batch, num_samples
 from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.program import Program
 from echelon.program.build import step_program
-from echelon.state.ownership import LocalParameter
 from echelon.update.nonfinite import NonfiniteError
-from echelon.update.numbers import Number, StepNumbers
+from echelon.update.numbers import StepNumbers
 
 
-@final
 class Step:
     """The training steps of one engine, one after the other."""
 
@@ -62,44 +60,49 @@ class Step:
 
     def train(self, batch: Any) -> Metrics:
         """Train on this replica's part of the batch: see `Engine.step`."""
+        self._check_earlier_steps()
+        pair = self._read(batch, self._setup.reader)
+        with self._watch.step(is_empty=self._runner.is_empty) as refusal:
+            self._ask_audit(batch, pair, refusal, self._setup.reader)
+            timer = self._begin(pair)
+            return self._finish(self._runner.train(pair, self.counter.begun), timer)
+
+    def _check_earlier_steps(self) -> None:
         # After many steps that were skipped, the next one must not begin before the last one is known.
         self.check_earlier(but=0 if self.counter.is_near_limit and self.counter.is_in_row else 1)
         start_step(self.counter.begun + 1)
-        pair = self._read(batch)
-        with self._watch.step(is_empty=self._runner.is_empty) as refusal:
-            self._ask_audit(batch, pair, refusal)
-            return self._train(pair)
 
-    def _read(self, batch: Any) -> Batch:
+    def _read(self, batch: Any, reader: BatchReader) -> Batch:
         """The batch as (inputs, targets). What one replica refuses of its first batch is raised by all: the
         others would wait for it."""
-        reader, is_first, self._is_first = self._setup.reader, self._is_first, False
+        is_first, self._is_first = self._is_first, False
         if is_first and self._setup.mesh.plan.sync != "async":
             check_on_every_rank(lambda: reader.read(batch))
         return reader.read(batch)
 
-    def _ask_audit(self, given: Any, batch: Batch, refusal: UserError | None) -> None:
+    def _ask_audit(self, given: Any, batch: Batch, refusal: UserError | None, reader: BatchReader) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
         if self.audit.is_on:
             if not self.audit.results:
                 check_same_batch(batch, self._setup.mesh)
-            read = GivenBatch(to_plain(given), batch, self._setup.reader.read)
+            read = GivenBatch(to_plain(given), batch, reader.read)
             self.audit.ask(read, self.counter.begun, is_empty=self._runner.is_empty, refusal=refusal)
 
-    def _train(self, pair: Batch) -> Metrics:
-        mesh, update, number = self._setup.mesh, self._setup.update, self.counter.begun
-        timer = StepTimer(mesh.device)
-        mesh.ledger.start_step()
-        if self._search is not None and self.counter.is_near_limit:
-            self._search.keep(pair, number)
-        update.set_learning_rate(number)
-        numbers = self._runner.train(pair, number)
+    def _begin(self, pair: Batch | None) -> StepTimer:
+        timer = StepTimer(self._setup.mesh.device)
+        self._setup.mesh.ledger.start_step()
+        if self._search is not None and self.counter.is_near_limit and pair is not None:
+            self._search.keep(pair, self.counter.begun)
+        self._setup.update.set_learning_rate(self.counter.begun)
+        return timer
+
+    def _finish(self, numbers: StepNumbers, timer: StepTimer) -> Metrics:
         self.counter.add(numbers)
-        self._drift.after_step(number)
+        self._drift.after_step(self.counter.begun - 1)
         self._setup.observers.tell("after_step")
         timer.stop()
         finish_step()
-        if not update.deferred:
+        if not self._setup.update.deferred:
             self.check_earlier()
         return Metrics(numbers, timer)
 
@@ -123,7 +126,7 @@ class Step:
 
 
 @final
-class FlushedRunner(StepRunner):
+class FlushedRunner(SidePasses):
     """Every step runs the whole program and makes one update, or is refused and changes nothing."""
 
     def _prepare(self) -> None:
@@ -144,30 +147,72 @@ class FlushedRunner(StepRunner):
         return self._train_step(batch, step)
 
     def _train_step(self, batch: Batch, step: int) -> StepNumbers:
-        count_before = self._start()
+        self.begin(step)
+        self.pass_through(batch, last=True)
+        return self.finish()
+
+    # The parts of a step: passes of one batch, or of several whose gradients add up, and the update.
+
+    def begin(self, step: int) -> None:
+        """Clear what the last step has left."""
+        self._number = self._update.number = step
+        self._start()
         self._buffers.take()
-        try:
-            feed = self._step_feed(batch, step, count_before)
-            script = self._script(("step", len(feed)), lambda: self._pass_program(len(feed)))
-            self._run(script, feed)
+        self._tallies: list[Tensor] = []  # of the losses of each batch
+        self._is_summed, self._num_calls = False, 0
+        self._update.remembered_call = None
+
+    def pass_through(self, batch: Batch, *, last: bool, own_loss: bool = True) -> Tensor:
+        """Take a batch forward and back; its gradients add to those that are there. Returns the tally of its
+        losses on this rank. `last`: no other follows, so that sums over ranks go on behind the passes.
+        `own_loss`: the loss is the engine's own, of which earlier steps tell what it counts."""
+        with self._undone_if_refused():
+            call = self.next_call()
+            self._update.remembered_call = call if own_loss else self._update.remembered_call
+            feed = self._step_feed(batch, self._number, call=call, own_loss=own_loss)
+            self._tallies.append(self._run(self._part_script(len(feed), sums=last), feed))
+            self._is_summed = last
+        return self._tallies[-1]
+
+    def next_call(self) -> int:
+        """Count the passes of this update; returns how many there were before."""
+        if self._is_summed:
+            raise UserError("last=True: gradients are summed over ranks already; call engine.update() first")
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    @property
+    def has_tallies(self) -> bool:
+        """True if a backward pass has added to the gradients of this update."""
+        return bool(self._tallies)
+
+    def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
+        """Count a loss whose backward pass is called from outside."""
+        tally = torch.cat([total, count, count * normaliser])
+        self._tallies.append(tally if self.losses.are_counted else torch.zeros_like(tally))
+        self._is_summed = False
+
+    def finish(self) -> StepNumbers:
+        """Sum gradients over ranks, if they are not, and make the update."""
+        with self._undone_if_refused():
+            self._run(self._update_script(sums=not self._is_summed), {})
             self._has_trained = True
+        return self._update.numbers
+
+    @contextmanager
+    def _undone_if_refused(self) -> Iterator[None]:
+        try:
+            yield
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
             raise
-        return self._update.numbers
 
-    def _start(self) -> Number | None:
-        """Clear what the last step has left; returns what its update was the mean of."""
-        count_before = self._update.start_step()
+    def _start(self) -> None:
+        self._count_before = self._update.start_step()
+        self._normaliser.start_update()
         for stage in self._local.stages.values():
             stage.start_step()
         self.observers.tell("before_step")
-        return count_before
-
-    def _step_feed(self, batch: Batch, step: int, count_before: Number | None) -> dict[int, Microbatch]:
-        feed = self._training_feed(batch, step, count_before)
-        self._record_statistics(feed)
-        return feed
 
     def _pass_program(self, number: int) -> Program:
         """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
@@ -175,11 +220,19 @@ class FlushedRunner(StepRunner):
         is_whole = number == program.microbatches
         return program if is_whole else step_program(self._mesh.plan, ties=False, microbatches=number)
 
-    def norm(self, tally: Tensor) -> None:
+    def _step_feed(
+        self, batch: Batch, step: int, call: int = 0, *, own_loss: bool = True
+    ) -> dict[int, Microbatch]:
+        feed = self._training_feed(batch, step, self._count_before, call=call, own_loss=own_loss)
+        if self._balance is not None and self._balance.needs_pass:
+            self._record_statistics(feed)
+        return feed
+
+    def norm(self, tally: Tensor) -> None:  # noqa: ARG002 (the losses are those of the passes before)
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
-        super().norm(tally)
+        super().norm(self._tallies[0] if len(self._tallies) == 1 else torch.stack(self._tallies))
 
     def publish(self) -> None:
         self._buffers.restore(self._update.undoes)
@@ -187,56 +240,6 @@ class FlushedRunner(StepRunner):
         if units is None or units.rehearsal is None:
             self.observers.tell("after_update", self._update.skips)
         super().publish()
-
-    # Passes beside those of the step.
-
-    def _rehearse(self, batch: Batch, step: int) -> StepNumbers:
-        """Run a step without updates, where these come before its end: it may be refused, and shows what
-        losses count."""
-        units = self._update.units
-        assert units is not None
-        try:
-            with self._no_side_effects(), units.rehearse(self._measure):
-                numbers = self._train_step(batch, step)
-        finally:
-            self._measured.clear()
-        if numbers.error() is None:
-            self._normaliser.learn(numbers.outcome.counted)
-            self._is_rehearsed = True
-        return numbers
-
-    def _measure(self, local: Sequence[LocalParameter]) -> None:
-        """Ranks compare the gradients of some parameters, when all of them are there."""
-        compared = set() if self._layers.sharded is None else set(self._layers.sharded.replicated)
-        self._measured |= {p.tensor: measure_gradient(p.tensor) for p in local if p.parameter in compared}
-
-    def _record_statistics(self, feed: Mapping[int, Microbatch]) -> None:
-        """Take all microbatches forward once, without a trace, where the gradient of an auxiliary loss is
-        asked for before the last of them has passed the gates."""
-        if self._balance is None or not self._balance.needs_pass:
-            return
-        # Their messages have another form: nothing wants a gradient. A model may change its inputs.
-        copies = {
-            number: each._replace(
-                form="statistics " + each.form, inputs=tree_map_only(Tensor, torch.clone, each.inputs)
-            )
-            for number, each in feed.items()
-        }
-        with torch.no_grad(), self._no_side_effects():
-            tally = self._run(self.forward_script(len(copies)), copies)
-        self._balance.exchange(tally)
-        for stage in self._local.stages.values():
-            stage.start_step()
-
-    def replay(self, batch: Batch, step: int) -> None:
-        """Run the passes of a step again, without its update, on all ranks together. The next step clears
-        the gradients that this leaves."""
-        feed = self._step_feed(batch, step, self._start())
-        self._run(self._passes_script(len(feed)), feed)
-
-    def _no_side_effects(self) -> AbstractContextManager[None]:
-        modules = [each for module in self._local.modules for each in module.modules()]
-        return without_side_effects(self._local.modules, modules, self._mesh.device)
 
     @property
     def updates_last(self) -> bool:

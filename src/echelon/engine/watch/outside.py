@@ -12,7 +12,6 @@ zero=3, offload and experts need all ranks in the call, as they do in a step.
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -21,10 +20,10 @@ from torch import Tensor, nn
 
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.nn.layering import listed_layers
+from echelon.nn.layering import stage_layers
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
-from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.layer_sharding import LayerSharding, LogitsChoice
 from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor.modules import Column
@@ -48,13 +47,14 @@ class Inside:
     def __bool__(self) -> bool:
         return self._depth > 0 or threading.get_ident() != self._thread
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> "Inside":
+        return self
+
+    def __enter__(self) -> None:
         self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
 
     def __deepcopy__(self, _: Any) -> "Inside":
         return _always_inside()
@@ -86,7 +86,7 @@ def guard_outside(
     elif layers.has_split_logits:
         for column in (find_wrapper(module, Column) for module in model.modules()):
             if column is not None and column.vocabulary is not None:
-                wrapping.after(GUARD, column.module, partial(_join_logits, column, inside))
+                wrapping.after(GUARD, column.module, partial(_join_logits, column, inside, layers.logits))
     absent = _absent_modules(model, local, plan)
     holders = [model, *absent.values(), *_holders_of_parts(model, layers, plan)]
     if len(holders) > 1:
@@ -107,9 +107,11 @@ def _refuse(inside: Inside, text: str, *_: Any, **__: Any) -> None:
 
 
 @untraced
-def _join_logits(column: Column, inside: Inside, _module: nn.Module, _args: Any, output: Any) -> Any:
-    """Behind the head: return all logits between steps, and not this rank's part of them."""
-    return output if inside else column.join(output)
+def _join_logits(
+    column: Column, inside: Inside, logits: LogitsChoice, _module: nn.Module, _args: Any, output: Any
+) -> Any:
+    """Behind the head: return all logits between steps, and for a loss that is not one of parts."""
+    return output if inside and not logits.are_joined else column.join(output)
 
 
 def _refuse_state_dict(inside: Inside, text: str, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
@@ -142,7 +144,7 @@ def _absent_modules(model: nn.Module, local: LocalStages, plan: Plan) -> dict[st
     """Modules of other stages, by name."""
     if plan.stages == 1:
         return {}
-    in_layers = {module for layer in listed_layers(model) for module in layer.modules()}
+    in_layers = {module for layer in stage_layers(model) for module in layer.modules()}
     here = {module for stage in local.modules for module in stage.modules()}
     return {name: m for name, m in model.named_modules() if m in in_layers and m not in here}
 
@@ -154,7 +156,7 @@ def _call_sentence(plan: Plan) -> str:
     return (
         f"the model is called outside of a step, and with {axis} no rank can run all of it: ranks run its "
         "layers one after the other, each its own part; engine.evaluate(batch, measure) does, and "
-        "engine.close() puts the model together on every rank"
+        "`with engine.whole() as model:` puts the model together on every rank"
     )
 
 
@@ -198,8 +200,8 @@ class AbsentReads(StepObserver):
         if not self.inside:
             raise UserError(
                 f"plan '{self._plan}': module {_name_of(module)} is called on a rank that does not hold it, "
-                "since it is of another stage; engine.evaluate(batch) runs all stages, and engine.close() "
-                "puts the model together on every rank"
+                "since it is of another stage; engine.evaluate(batch) runs all stages, and "
+                "`with engine.whole() as model:` puts the model together on every rank"
             )
 
     def check_first_step(self) -> None:

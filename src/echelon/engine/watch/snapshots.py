@@ -7,7 +7,7 @@ only where they differ.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from echelon.parallel.data.zero.weight_access import FreedParameter
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_MODULE, _OF_TENSOR = attrgetter("_modules", "_parameters", *_HOOKS), attrgetter(*_TENSOR_HOOKS)
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
 
 
@@ -74,17 +75,14 @@ class Structure:
 
     def _take(self) -> Snapshot:
         modules = self.modules
-        parameters = list(_contents("_parameters", modules))
-        tensors = [parameter for parameter in parameters if parameter is not None]
+        children, parameters, *of_modules = zip(*map(_OF_MODULE, modules), strict=True)
+        tensors = [parameter for each in parameters if each for parameter in each.values()]
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be asked
-            hooks = [
-                *filter(None, _GLOBAL_HOOKS),
-                *chain.from_iterable(_filled(name, modules) for name in _HOOKS),
-                *chain.from_iterable(_filled(name, tensors) for name in _TENSOR_HOOKS),
-            ]
+            of_tensors = [_OF_TENSOR(tensor) for tensor in tensors if tensor is not None]
+        hooks = filter(None, chain(_GLOBAL_HOOKS, *of_modules, *of_tensors))
         return Snapshot(
-            list(_contents("_modules", modules)),
-            list(map(id, parameters)),
+            [child for each in children if each for child in each.values()],
+            list(map(id, tensors)),
             list(chain.from_iterable(hooks)),
             [module.__dict__.get("forward") for module in modules],
             [getattr(kind, "forward", None) for kind in self._classes],
@@ -140,16 +138,6 @@ class Structure:
         module, known = self.modules[place], set(self._details.parameters[place])
         new = [key for key, p in module._parameters.items() if id(p) not in known]
         return f"{name}.{new[0]}" if new else name
-
-
-def _filled(name: str, owners: Iterable[object]) -> Iterator[Mapping[Any, Any]]:
-    """Return the dicts of this name that are not empty."""
-    return filter(None, map(attrgetter(name), owners))
-
-
-def _contents(name: str, modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Return what modules have in the dicts of this name, in one row."""
-    return chain.from_iterable(each.values() for each in _filled(name, modules))
 
 
 def _kind_of_hook(owner: str) -> str:

@@ -12,7 +12,7 @@ script; where what they did by hand differs, the sums of the step show it, and n
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -36,6 +36,10 @@ from echelon.update.precision.optimizer_call import has_step_hooks
 from echelon.update.precision.stepper import has_other_step
 from echelon.update.update import Update
 
+_WAITING = (
+    "gradients are summed over ranks in engine.update(), and until then each rank has its own part; "
+    "parallelize(clip=…) clips their norm, and engine.update().grad_norm tells it"
+)
 _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
 
 
@@ -53,7 +57,7 @@ class Watch:
         inside: Inside,
     ) -> None:
         self._plan, self._model, self._update, self.inside = mesh.plan, model, update, inside
-        self._layers = layers
+        self._layers, self._is_plain = layers, False
         names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         made = [each for stage in local.modules for each in stage.modules() if each not in names]
         self._made = list(dict.fromkeys(made))  # on the fly: they have the mode of the model
@@ -100,6 +104,7 @@ class Watch:
         if self.inside:
             yield
             return
+        self.check_not_plain()
         self._changed |= self._find_changed()
         is_refused = bool(self._structure.changes()) or self._optimizer.is_changed
         with self._work(records_structure=not is_refused):
@@ -111,6 +116,53 @@ class Watch:
                 if str(error) == Problem.LOST_CHANGE.value:  # every rank is told: the next step is right
                     self.forget()
                 raise
+
+    @contextmanager
+    def other_weights(self, show: Callable[[], None], hide: Callable[[bool], None]) -> Iterator[None]:
+        """Inside, weights have values for readers alone: after `show`, until `hide`, which is told whether
+        all ranks are there. What the user has changed before waits for the next step."""
+        with self.own_work():
+            show()
+        before, self._changed = self._changed, {}
+        is_everyone = False
+        try:
+            yield
+            is_everyone = True
+        except UserError:  # on every rank
+            is_everyone = True
+            raise
+        finally:
+            lost = self._changed | self._find_changed()
+            self._changed = before
+            with self._work():
+                hide(is_everyone)
+        if lost:
+            raise UserError(
+                f"{next(iter(lost))}: changed by hand inside `with engine.averaged()`, where weights are "
+                "their averages, and the change is lost; change weights outside of the block"
+            )
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Around code of the user that has the model without the engine."""
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
+
+    def check_not_plain(self) -> None:
+        """Refuse a call of the engine inside of `plain`."""
+        if self._is_plain:
+            raise UserError(
+                "a call of the engine inside of `with engine.whole() as model:`, where the model is plain; "
+                "leave that block first, or call the model itself"
+            )
+
+    def hide_gradients(self, *, hidden: bool) -> None:
+        """Until an update has summed gradients over ranks, `.grad` is one rank's part: to use it raises."""
+        is_lost = hidden and self._plan.ranks > 1
+        self._idle.lost_gradient = _WAITING if is_lost else lost_gradient(self._plan)
 
     def forget(self) -> None:
         """Drop what the user has changed: a load has replaced all weights."""

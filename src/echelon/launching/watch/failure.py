@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
-from echelon.launching.channel import pack, unpack
 from echelon.launching.errors import PeerLost
+from echelon.launching.packing import pack, unpack
 
 # In a RuntimeError of gloo, or of the sockets below it, these words mean that the other side is gone.
 _PEER_WORDS = (

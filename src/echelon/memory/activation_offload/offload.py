@@ -24,7 +24,6 @@ from echelon.memory.recompute.recompute import backward_follows
 from echelon.memory.storages import storages_of, weight_storages
 from echelon.nn.autograd.saved_tensors import current_observer, replace
 from echelon.nn.batch import tensors_of
-from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers, Slot, StepObserver
 from echelon.parallel.stage import LocalStages
@@ -37,25 +36,19 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping, obse
     """Wrap the layers of this rank's stages, if the plan says so."""
     if "activations" not in mesh.plan.offload:
         return
+    layers = {number: stage.layers() for number, stage in local.stages.items()}
     immediate = {
-        number: len(listed_layers(stage.module))
-        for number, stage in local.stages.items()
+        number: len(layers[number])
+        for number in local.stages
         if backward_follows(local.program, number) and not local.program.halves
     }
     pool = HostPool(mesh.boundary, _free_bytes)
     owner = f"plan '{mesh.plan}': activations of rank {mesh.rank}"
     offload = ActivationOffload(mesh.boundary, mesh.ledger, mesh.device, pool, immediate, owner)
     observers.add(offload, outermost=True)  # what layers drop, and compute again, is not copied
-    for stage in local.stages.values():
-        layers = listed_layers(stage.module)
-        if not layers:
-            raise UserError(
-                f"plan '{mesh.plan}': {type(stage.module).__name__} lists no layers, whose activations would "
-                f"go to host memory one after the other; {how_to_list(stage.module)}"
-            )
-        for layer in layers:
-            weights = partial(weight_storages, list(layer.modules()))
-            wrapping.wrap(OffloadedLayer(layer, offload, weights))
+    for layer in (layer for each in layers.values() for layer in each):
+        weights = partial(weight_storages, list(layer.modules()))
+        wrapping.wrap(OffloadedLayer(layer, offload, weights))
 
 
 def _free_bytes() -> int | None:

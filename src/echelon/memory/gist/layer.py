@@ -29,9 +29,9 @@ from echelon.memory.storages import address_of, is_dense, overlap
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, current_hooks, is_recorded, replace
 from echelon.nn.autograd.second_run import once
 from echelon.nn.batch import tensors_of
-from echelon.nn.layering import listed_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
 from echelon.parallel.observer import Observers, StepObserver
+from echelon.parallel.stage import Stage
 from echelon.plan import Plan
 
 
@@ -262,21 +262,17 @@ class CompressedCalls(TorchFunctionMode):
         return relu(input, self._compression, inplace=inplace or _RELUS[func])
 
 
-def compress_layers(
-    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping, observers: Observers
-) -> None:
+def compress_layers(stages: Sequence[Stage], mesh: Mesh, wrapping: Wrapping, observers: Observers) -> None:
     """If the plan says so, let the layers that the stages list encode what they save; a model that lists
     none, as a whole. Rank 0 says if there was nothing to encode."""
-    _unwrap_earlier(stages)
+    _unwrap_earlier([stage.module for stage in stages])
     if mesh.plan.compress == "none":
         return
     compression = Compression.of(mesh.plan.compress)
     for stage in stages:
-        inside = list(stage.modules())
-        for module in filter(can_compress, inside):
+        for module in filter(can_compress, stage.module.modules()):
             wrapping.wrap(CompressedModule(module, compression))
-        listed = [layer for layer in listed_layers(stage) if layer in inside]
-        for layer in dict.fromkeys(listed or [stage]):
+        for layer in dict.fromkeys(stage.wrapped_layers(mesh.plan)):
             if not can_compress(layer):
                 wrapping.wrap(CompressedLayer(layer, compression))
     if mesh.rank == 0:

@@ -175,6 +175,11 @@ class BudgetedStage(LayerRuns):
 
     # The choice.
 
+    @property
+    def is_out_of_order(self) -> bool:
+        """Return whether a forward pass of this step has not called each layer once, in the known order."""
+        return self._pass is not None and self._pass.shapes not in self.measured
+
     def finish_step(self) -> None:
         self._in_step, self._pass, self._open = None, None, None
         self.measured.clear()
@@ -280,6 +285,11 @@ class RankBudget(StepObserver):
             chosen = dict(zip(self._costs, self._choose(), strict=True))
             for stage, each in measured:
                 stage.choices[each.shapes] = chosen[stage]
+        if self._is_first and any(stage.is_out_of_order for stage in self._stages):
+            self._error = UserError(
+                f"plan '{self._plan}': the forward does not call each of the layers once and in their order, "
+                "so that no budget can be shared among them; use recompute=full"
+            )
         for stage in self._stages:
             stage.finish_step()
         self._is_first = False

@@ -1,4 +1,7 @@
-"""recompute=full, sqrt, budget:BYTES: which layers of a stage form segments, to run again in the backward."""
+"""recompute=full, sqrt, budget:BYTES: which layers of a stage form segments, to run again in the backward.
+
+The layers of a model that lists none are the units that zero=3 would gather: its own forward calls them.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,11 +20,11 @@ from echelon.memory.recompute.saved_inputs import ContiguousInputs, SavedInputs,
 from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.memory.recompute.segment import Segment, SegmentSettings
 from echelon.memory.recompute.selective import SelectiveRecompute
-from echelon.nn.layering import how_to_list, listed_layers
+from echelon.nn.layering import called_layers, how_to_list, listed_layers
 from echelon.nn.sequence import View
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.observer import Observers
-from echelon.parallel.stage import LocalStages
+from echelon.parallel.stage import LocalStages, Stage
 from echelon.plan import Plan
 from echelon.program import COMPUTE, Op, Program
 
@@ -41,11 +44,7 @@ def recompute_layers(
     observers.add(check)
     budgeted: dict[int, BudgetedStage] = {}
     for number, stage in local.stages.items():
-        layers = _layers(stage.module, plan)
-        first = [0, *local.boundaries][number]
-        names = {
-            layer: f"layer {first + index} ({type(layer).__name__})" for index, layer in enumerate(layers)
-        }
+        names = _named_layers(stage, plan, [0, *local.boundaries][number])
         inputs = _make_inputs(mesh, observers)
         settings = SegmentSettings(mesh.device, view, check, inputs, stage.second_run)
         if plan.recompute.startswith("budget:"):
@@ -71,14 +70,21 @@ def _make_inputs(mesh: Mesh, observers: Observers) -> SavedInputs:
     return inputs
 
 
-def _layers(module: nn.Module, plan: Plan) -> list[nn.Module]:
-    layers = listed_layers(module)
-    if not layers:
-        raise UserError(
-            f"plan '{plan}': {type(module).__name__} lists no layers, which would run again; "
-            f"{how_to_list(module)}"
-        )
-    return layers
+def _named_layers(stage: Stage, plan: Plan, first: int) -> dict[nn.Module, str]:
+    """Return the layers of a stage that run again, in their order, each with its name in errors."""
+    module, layers = stage.module, stage.layers()
+    if listed_layers(module):
+        return {layer: f"layer {n} ({type(layer).__name__})" for n, layer in enumerate(layers, first)}
+    if plan.recompute.startswith("budget:"):  # is for layers whose order is known
+        called = called_layers(module)
+        if called is None:
+            raise UserError(
+                f"plan '{plan}': {type(module).__name__} lists no layers, and a budget is for layers in a "
+                f"known order; use recompute=full, or {how_to_list(module)}"
+            )
+        layers = called.layers
+    names = {each: name for name, each in module.named_modules()}
+    return {layer: f"{names[layer]} ({type(layer).__name__})" for layer in layers}
 
 
 def divide(layers: Sequence[T], recompute: str) -> list[list[T]]:

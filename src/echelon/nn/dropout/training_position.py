@@ -5,11 +5,11 @@ computes activations again there calls `current()` in the forward pass and `rest
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def scope(
 ) -> Iterator[None]:
     """Open a scope for one forward pass of the samples from `first_sample` of the global batch on.
 
-    These are so many `samples`, unless `counted_samples` says how many. `draws` makes the numbers that
+    These are so many `samples`, unless `CountedSamples` says how many. `draws` makes the numbers that
     functions of torch draw.
     """
     counted = _SAMPLES.get()
@@ -102,14 +102,27 @@ def count_uses(layer: int, count: int) -> None:
     opened.uses[layer] += count
 
 
-@contextmanager
-def counted_samples(number: int) -> Iterator[None]:
-    """Tell `check_samples` how many samples the forward pass inside has."""
-    token = _SAMPLES.set(number)
-    try:
-        yield
-    finally:
-        _SAMPLES.reset(token)
+@final
+class CountedSamples:
+    """Tell `check_samples` how many samples the forward pass inside has; it runs in `scope`, if given."""
+
+    def __init__(self, number: int, scope: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._number, self._open = number, scope
+
+    def __enter__(self) -> None:
+        self._token = _SAMPLES.set(self._number)
+        try:
+            self._scope = self._open()
+            self._scope.__enter__()
+        except BaseException:
+            _SAMPLES.reset(self._token)
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._scope.__exit__(*error)
+        finally:
+            _SAMPLES.reset(self._token)
 
 
 def check_samples(what: str, shape: Sequence[int]) -> None:

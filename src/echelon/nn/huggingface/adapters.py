@@ -55,6 +55,13 @@ def reason_not_passed_on(model: Any) -> str:
     )
 
 
+def predicts_first(model: Any) -> bool:
+    """Return True if adapters put tokens before those of a batch, so that its first label counts too."""
+    configs = model.peft_config.values() if is_around(model) else ()
+    adding = [config.peft_type.value for config in configs if getattr(config, "is_prompt_learning", False)]
+    return any(kind not in ("PREFIX_TUNING", "CARTRIDGE") for kind in adding)  # which add keys and values
+
+
 class Place(NamedTuple):
     """What a module is: `plain` is the name that its layer has in the model without adapters."""
 
@@ -95,17 +102,22 @@ def is_adapted(module: Any) -> bool:
     return type(module).__module__.startswith("peft.") and any(name in children for name in _BASES)
 
 
+def exchanges_parameter(module: Any) -> bool:
+    """Return True for an adapter of a single parameter (target_parameters)."""
+    return is_adapted(module) and type(module).__name__ == "ParamWrapper"
+
+
 # Quantised weights: parameters of a class of their own, which hold packed numbers and scales beside them.
 
 
-def is_quantised(parameter: nn.Parameter) -> bool:
-    """Return True for a parameter of bitsandbytes, or of any class that is made of several tensors."""
-    return bool(scales(parameter)) or hasattr(type(parameter), "__tensor_flatten__")
+def is_packed(value: object) -> bool:
+    """Return True for a parameter of bitsandbytes, or the state of one."""
+    return type(value).__module__.startswith("bitsandbytes.")
 
 
 def scales(parameter: nn.Parameter) -> list[Tensor]:
     """List the tensors that a parameter of bitsandbytes has beside its packed numbers."""
-    if not type(parameter).__module__.startswith("bitsandbytes."):
+    if not is_packed(parameter):
         return []
     return [each for value in vars(parameter).values() for each in _tensors_in(value)]
 
@@ -113,6 +125,6 @@ def scales(parameter: nn.Parameter) -> list[Tensor]:
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    if not type(value).__module__.startswith("bitsandbytes."):
+    if not is_packed(value):
         return []
     return [each for inner in vars(value).values() for each in _tensors_in(inner)]

@@ -186,6 +186,13 @@ def _takes_our_arguments(make_mask: Callable[..., Any]) -> bool:
     return required <= passed <= parameters.keys()
 
 
+def block_list(model: Any, family: Family | Encoder) -> tuple[str, list[nn.Module]]:
+    """Return the name of the list of blocks that the model's own forward calls, and the blocks."""
+    blocks = family.blocks if isinstance(family, Encoder) else family.names.blocks
+    path = f"{family.trunk}.{blocks}"
+    return path, list(attrgetter(path)(model))
+
+
 def layers_of(model: Any, family: Family | Encoder) -> list[nn.Module]:
     """List the embedding, every layer, the head."""
     from transformers import modeling_outputs

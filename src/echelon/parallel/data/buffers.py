@@ -11,9 +11,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import gather_rows
+from echelon.collectives.agreement import gather_rows, set_anywhere
 from echelon.collectives.fingerprint import device_fingerprint
-from echelon.parallel.data.reducer import set_anywhere
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import set_anywhere
 from echelon.parallel.data.buckets import gradient_dtype
 from echelon.parallel.data.parameter_set import SharedGradient
-from echelon.parallel.data.reducer import set_anywhere
 from echelon.parallel.data.sharing import Sharing
 from echelon.state.ownership import LocalParameter
 
@@ -17,20 +17,23 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     """The sum of squares over all `gradients`, on `device`."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    values = [torch.view_as_real(each) if each.is_complex() else each for each in values]
-    if all(_is_plain(each) for each in values):
-        flat = [each.view(-1) for each in values]
+    is_plain = all(map(_is_plain, gradients))
+    if not is_plain:
+        gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        gradients = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
+        is_plain = all(map(_is_plain, gradients))
+    if is_plain:
+        flat = [each if each.dim() == 1 else each.view(-1) for each in gradients]
         return torch.stack([torch.dot(each, each) for each in flat]).double().sum()
     # A norm in bf16 would keep three digits of a sum of millions.
-    norms = torch._foreach_norm(values, dtype=torch.promote_types(values[0].dtype, torch.float32))
+    norms = torch._foreach_norm(gradients, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
     return torch.stack(norms).double().square().sum()
 
 
 def _is_plain(gradient: Tensor) -> bool:
     """Return whether a product with itself does: on a CPU it takes half of a norm's time, and rounds less."""
-    wide = gradient.dtype in (torch.float32, torch.float64)
-    return wide and gradient.is_cpu and gradient.is_contiguous()
+    is_wide = gradient.dtype in (torch.float32, torch.float64) and gradient.is_cpu
+    return is_wide and not gradient.is_sparse and gradient.is_contiguous()
 
 
 def clip_factor(norm: float | Tensor, limit: float | None) -> float | Tensor:

@@ -60,6 +60,9 @@ class ParameterServer(Bucketed):
         self._send_weights()
         super().publish()
 
+    def share_first_weights(self) -> None:
+        self._send_weights()
+
     def owned(self) -> list[OwnedSlice]:
         return own_whole(self.parameter_set) if self._is_server else []
 

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import FlagExchange
 from echelon.errors import UserError
 from echelon.parallel.data.grad_accumulation import Accumulation, hook_gradient
+
+BARE_BACKWARD = (
+    "loss.backward() of a model that an engine trains: gradients of this rank alone would be added, which no "
+    "other rank sums; write engine.backward(loss) of what engine(x) returned, or engine.step(batch). For "
+    "gradients of inputs, torch.autograd.grad adds to none. See docs/loops.md"
+)
 
 
 class Reducer:
@@ -38,7 +45,8 @@ class Reducer:
         self._place: dict[nn.Parameter, int] = {}
         self.used: set[nn.Parameter] = set()  # in this step
         self._arrivals: list[nn.Parameter] = []
-        self._in_step = False  # else a user's own backward pass would be reduced, on this rank alone
+        self._in_step = False
+        self._in_backward = False  # else it is a backward pass of the user's own, on this rank alone
         self._previous: Reducer | None = None
         self._following: Reducer | None = None
         self.accumulation = Accumulation()
@@ -66,7 +74,7 @@ class Reducer:
 
     def start_backward(self, *, reducing: bool) -> None:
         """Gradients of this backward pass complete their groups, if `reducing`; else they only add up."""
-        self._reducing = reducing
+        self._reducing, self._in_backward = reducing, self._in_step
         self.accumulation.is_open = self._in_step and not reducing
         self._next = 0
         self._early: set[int] = set()  # groups that were reduced before their turn
@@ -74,6 +82,7 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce what is left: parameters that the backward pass did not reach leave their groups open."""
+        self._in_backward = False
         while self._reducing and self._next < len(self._groups):
             self._reduce_next()
         if self._following is not None and self._following._reducing:
@@ -81,7 +90,7 @@ class Reducer:
 
     def finish_step(self) -> None:
         """Gradients that come before the next step are not ours."""
-        self._in_step = self.accumulation.is_open = False
+        self._in_step = self._in_backward = self.accumulation.is_open = False
 
     @property
     def all_reduced(self) -> bool:
@@ -96,8 +105,8 @@ class Reducer:
     def _arrived(self, parameter: Tensor) -> None:
         """The backward pass has added to this parameter's gradient."""
         assert isinstance(parameter, nn.Parameter)
-        if not self._in_step:
-            return  # a backward pass of the user's own over the same model
+        if not self._in_backward:
+            raise UserError(BARE_BACKWARD)
         self._refuse_late(parameter)
         if parameter.grad is not None:  # torch calls the hook also when a function has no gradient for it
             self._accumulate(parameter)
@@ -181,37 +190,3 @@ class UsedParameters:
         """Return the parameters that any replica used."""
         used = self._exchange.wait()
         return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}
-
-
-# Flags that are set if any rank has set them: used parameters, changed buffers.
-
-
-def set_anywhere(flags: Sequence[bool], group: Group, device: torch.device) -> Sequence[bool]:
-    """Return which of `flags` are set on any rank of the group; all ranks take part."""
-    return FlagExchange(flags, group, device).wait()
-
-
-@final
-class FlagExchange:
-    """Flags on their way to the other ranks.
-
-    To read the result is to wait for the device. A rank that has set all of them knows it without: so in most
-    steps no host waits.
-    """
-
-    def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:
-        self._flags, self._on_device = flags, _to_device(flags, device)
-        self._handle = group.all_reduce(self._on_device, "max", wait=False)
-
-    def wait(self) -> Sequence[bool]:
-        """Return which flags are set on any rank."""
-        self._handle.wait()
-        return self._flags if all(self._flags) else self._on_device.bool().tolist()
-
-
-def _to_device(flags: Sequence[bool], device: torch.device) -> Tensor:
-    if all(flags):
-        return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    # From memory that is not pinned, a copy to a CUDA device waits for it.
-    local = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return local.to(device, non_blocking=True)

@@ -41,6 +41,11 @@ class Problem(Enum):
         "come, and has overwritten the change; call engine.synchronize() before you change weights. This "
         "change is lost"
     )
+    UNEVEN_COUNTS = (
+        "the losses of several batches add up to one update, and what they counted was not known before "
+        "their backward passes, so that each was divided by something else than its count. Let the loss "
+        "return a mean, or echelon.Sum(total) of losses that you have divided, or call update after each"
+    )
     DIFFERENT_CHANGE = (
         "weights, their hooks or training modes were changed by hand between two steps, and not alike on "
         "every rank, or not as this plan allows: each would go on with another model; make the same change "

@@ -297,7 +297,8 @@ def _reason_not_splittable(module: Any, style: Style) -> str:
         return ""
     is_embedding = style.word == "vocabulary" and isinstance(base, nn.Embedding)
     if not hasattr(module, "lora_A") or not (is_matrix(base) or is_embedding):
-        return f"{kind} of peft adapts it; only LoRA of matrices and embeddings can be split"
+        method = type(module).__module__.removeprefix("peft.tuners.").partition(".")[0]
+        return f"{method}.{kind} of peft adapts it; only LoRA of matrices and embeddings can be split"
     if module.lora_variant:
         variants = {type(variant).__name__ for variant in module.lora_variant.values()}
         return f"{', '.join(sorted(variants))} of peft needs its whole matrix (norms of DoRA, for one)"

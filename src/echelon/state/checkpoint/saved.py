@@ -36,7 +36,7 @@ from echelon.state.checkpoint.manifest import (
 )
 from echelon.state.checkpoint.manifest_reader import dtype_of
 from echelon.state.checkpoint.storage import CheckpointFiles, files_at, report_read_errors
-from echelon.state.ownership import MASTER, VALUE, OwnedSlice, Slice
+from echelon.state.ownership import AVERAGE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.state.weight_files.layout import Piece, Window, read_pieces, whole
 from echelon.state.weight_files.tensor_file import StoredTensor, read_box
 
@@ -157,13 +157,13 @@ class SavedParameter:
     ) -> None:
         self._saved, self.name, self._boxes = saved, name, boxes
         parts = saved.parts(name)
-        self.parts = {part: each for part, each in parts.items() if state or part in (VALUE, MASTER)}
+        self.parts = {part: each for part, each in parts.items() if state or part in KINDS}
         self.numbers = saved.manifest.state_numbers.get(name, {}) if state else {}
 
     @property
     def state_parts(self) -> list[str]:
         """The parts that are state of an optimizer, and tensors."""
-        return sorted(self.parts.keys() - {VALUE, MASTER})
+        return sorted(self.parts.keys() - KINDS.keys())
 
     def is_by_element(self, part: str) -> bool:
         """Return whether it has one number for each element of the parameter, or belongs to all of it."""
@@ -234,7 +234,7 @@ def open_whole(path: str | Path, *, verify: bool = True) -> SavedState:
 
 
 # Any other part is of the optimizer; of a name that is no tensor of the model, it is the engine's own.
-KINDS = {VALUE: "weights", MASTER: "masters"}
+KINDS = {VALUE: "weights", MASTER: "masters", AVERAGE: "averages"}
 
 
 def summarize(saved: SavedState) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, w
 from echelon.update.async_training.host import Host, flat_buckets
 from echelon.update.async_training.port import SERVER, LocalPort, Port, RemotePort, open_group
 from echelon.update.async_training.server import Gradient
-from echelon.update.numbers import GateNumbers, HostCopy, Outcome, StepNumbers, check_counted
+from echelon.update.numbers import GateNumbers, HostCopy, Outcome, StepNumbers, loss_and_count
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.optim.local import Make, make_local
 from echelon.update.precision.loss_scaling import LossScaling
@@ -213,9 +213,7 @@ class AsyncUpdate(Update):
     def agree(self, tally: Tensor) -> tuple[float, float]:
         with self._group.ledger.about("metrics"):
             self._group.all_reduce(tally)
-        total, count, _ = HostCopy(tally).wait()
-        check_counted(count)
-        return total, count
+        return loss_and_count(*HostCopy(tally).wait())
 
     def owned(self) -> list[OwnedSlice]:
         if self._host is None:

@@ -190,6 +190,11 @@ class HostTwins:
     def parameter_storages(self) -> list[Tensor]:
         return list(self._pinned)
 
+    def newest(self, local: LocalParameter) -> Tensor:
+        """Return the values of a local parameter between updates, as fine as they are kept."""
+        twin = self.of(local)
+        return twin.updated.detach() if self.has_masters else twin.weights
+
     def master_storages(self) -> list[Tensor]:
         masters = [] if self._masters is None else [self._masters]
         return [*masters, *self._scratch.values()]

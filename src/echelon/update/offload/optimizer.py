@@ -178,6 +178,27 @@ class HostStepper(LocalStepper):
             for copy in self._stores.popleft():
                 copy.wait()
 
+    def after_updates(self, work: Callable[[Flag], None], skip: Flag) -> None:
+        if not self._twins.has_memory:  # the step was left out
+            return
+        # What the user has changed by hand, and this update has not reached.
+        new = [twin for twin in self._twins.all if self.weights.is_changed(twin)]
+        loads = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in new]
+        self.weights.record_versions(new)
+        numbers = HostCopy(_on_one_device(0.0, skip))
+
+        def job() -> None:
+            for copy in loads:
+                copy.join()
+            self._twins.follow(new)
+            work(bool(numbers.wait()[1]))
+
+        self._worker.submit(job)
+        self._stores.append(loads)
+
+    def newest(self, local: LocalParameter) -> Tensor:
+        return self._twins.newest(local)
+
     def check(self) -> None:
         """Raise if an update has failed: some weights are new, and others old."""
         self._worker.check()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ def _by_memory(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     return indices
 
 
+Weight = TypeVar("Weight")
+
 # Bytes of copies. The same for every model of 10 million parameters or more, of which it is less than half.
 _LARGEST_PORTION = 16 * 2**20
 
@@ -82,11 +85,9 @@ def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> 
     yield from portions(weights, sizes, min(_LARGEST_PORTION, sum(sizes) // 2))
 
 
-def portions(
-    weights: Sequence[nn.Parameter], sizes: Sequence[int], limit: int
-) -> Iterator[list[nn.Parameter]]:
+def portions(weights: Sequence[Weight], sizes: Sequence[int], limit: int) -> Iterator[list[Weight]]:
     """Divide weights into portions of at most `limit` bytes, or of one weight that is larger."""
-    portion: list[nn.Parameter] = []
+    portion: list[Weight] = []
     taken = 0
     for weight, size in zip(weights, sizes, strict=True):
         if taken and size and taken + size > limit:

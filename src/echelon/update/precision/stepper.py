@@ -5,7 +5,7 @@ masters; after each update the weights are rounded from them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import final
 
@@ -44,6 +44,8 @@ class Stepper(ABC):
         """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""
         self.optimizer = optimizer
         self._call: OptimizerCall = DeviceCall(optimizer) if deferred else HostCall(optimizer)
+        # Told of each unit that was updated, and whether it was skipped, while it is on the device.
+        self.after_unit: Callable[[Sequence[LocalParameter], Flag], None] = lambda *_: None
 
     def start_step(self) -> None:  # noqa: B027 (nothing to do where no update is under way between steps)
         """A step begins; the gradients of the last one will be overwritten."""
@@ -65,6 +67,15 @@ class Stepper(ABC):
         for sharing in self._sharings:
             for unit in sharing.pieces_to_update():
                 self.step(factor, skip, unit)
+                self.after_unit(unit, skip)
+
+    def after_updates(self, work: Callable[[Flag], None], skip: Flag) -> None:
+        """Call `work` with `skip` when all updates so far are made."""
+        work(skip)
+
+    def newest(self, local: LocalParameter) -> Tensor:
+        """Return the values of a local parameter after its update, as fine as they are kept."""
+        return local.tensor.detach()
 
     def use_units(self, sharings: Iterable[Sharing]) -> None:
         """Update weights in host memory (offload=parameters): the device has no more of them than in passes.
@@ -255,6 +266,9 @@ class MasterStepper(LocalStepper):
 
     def updated(self, local: LocalParameter) -> nn.Parameter:
         return self._masters[local.tensor]
+
+    def newest(self, local: LocalParameter) -> Tensor:
+        return self._masters[local.tensor].detach()
 
     def take_over(self, local: Sequence[LocalParameter]) -> None:
         if self._has_masters:

@@ -80,11 +80,11 @@ def test_a_second_run_is_inside_all_sets() -> None:
 
 def test_only_the_first_forward_of_a_step_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, _ = reducing_stage()
-    held: list[list[nn.Module]] = []
+    held: list[tuple[int, list[nn.Module]]] = []  # which forward of the step, and what does not iterate
 
     @contextmanager
     def no_iteration(modules: list[nn.Module]) -> Iterator[None]:
-        held.append(list(modules))
+        held.append((stage._num_forwards, list(modules)))
         yield
 
     monkeypatch.setattr(stage_module, "no_iteration", no_iteration)
@@ -98,8 +98,7 @@ def test_only_the_first_forward_of_a_step_iterates(monkeypatch: pytest.MonkeyPat
     stage.differing_buffers()
     stage.start_step()
     stage.forward(torch.ones(1, 1))
-    everything = [stage.module]
-    assert held == [[], everything, everything, []]
+    assert held == [(2, [stage.module]), (3, [stage.module])]
     assert asked == [False, True]
 
 

@@ -13,10 +13,10 @@ from echelon.state.checkpoint.copies.to_disk import HostCopies
 from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import Slice
+from tests.engine.saving.test_engine_state import FEW
 from tests.state.checkpoint.copies.host_files import PLAN, make_other_version, tensors, write_copies
 from tests.state.checkpoint.copies.kept import differences_on_disk
-from tests.state.checkpoint.copies.test_own_files import FOUR_RANKS, check
-from tests.state.checkpoint.test_same_plan import FEW
+from tests.state.checkpoint.copies.test_rank_file import FOUR_RANKS, check
 
 
 def newest(folder: MemoryFolder, after: int = 0) -> tuple[HostCopies | None, list[str]]:

@@ -1,4 +1,4 @@
-"""A microbatch in flight through a stage: what its backward pass needs, and nothing else.
+"""A microbatch in flight through a stage: what its backward pass needs, and nothing else; and its loss.
 
 Of the outputs only the way back is kept: their values are freed when they are sent, or used.
 """
@@ -6,7 +6,7 @@ Of the outputs only the way back is kept: their values are freed when they are s
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.engine.step.runtime.message import Gradients, Leaf, Spec
 from echelon.engine.step.runtime.split_backward import SplitBackward
+from echelon.nn.losses import Sum, check_loss, total_and_count
+from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.observer import ForwardPass, LossPass, Observers
+from echelon.parallel.padding import LocalTargets
 from echelon.update.numbers import Number
 
 
@@ -84,7 +88,8 @@ def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 class MicrobatchLoss(NamedTuple):
     """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
-    backward pass: the count of its update, as far as it is known, by the loss scale."""
+    backward pass: the count of its update, as far as it is known, by the loss scale. In an evaluation 1, or
+    0 for a sum, which is not divided."""
 
     total: Tensor
     counted: Number
@@ -105,3 +110,36 @@ class Microbatch(NamedTuple):
     scope: Callable[[], AbstractContextManager[None]] = nullcontext
     normaliser: Any = None
     loss_scale: Number = 1.0
+
+
+@final
+class Losses:
+    """Calls the user's loss without padding, and says what it is divided by before the backward pass."""
+
+    def __init__(self, layers: LayerSharding, observers: Observers) -> None:
+        self._layers, self._observers = layers, observers
+        # Whether losses are this rank's to count: those along `tensor` compute the same.
+        self.are_counted = layers.counts_loss
+
+    def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss:
+        targets: LocalTargets = microbatch.targets
+        with self._observers.around("around_loss", forward):
+            seen = self._layers.without_padding(output, targets)
+            result = self._layers.loss(*seen)
+        check_loss(result)
+        step, is_sum = microbatch.normaliser, isinstance(result, Sum)
+        all_samples = (1 if step is None else step.all_samples()) if is_sum else None
+        total, count = total_and_count(result, targets.num_samples, all_samples)
+        self._observers.tell(
+            "after_loss", LossPass(*seen, total, targets.num_samples, counts=microbatch.weight > 0)
+        )
+        # The samples that a mean counts are shared by the ranks along `context`, whose sums are added up.
+        is_pair = isinstance(result, tuple)
+        weight = microbatch.weight * (1 if is_pair else targets.share)
+        normaliser: Number = 0.0 if is_sum else 1.0
+        if step is not None:  # in training
+            normaliser = step.of_loss(count, targets.values, is_pair=is_pair) / microbatch.loss_scale
+        own = microbatch.weight if is_sum else weight
+        if own == weight == 1:  # as in most plans; a product would be one more operation of both passes
+            return MicrobatchLoss(total, count, normaliser)
+        return MicrobatchLoss(total * own, count * weight, normaliser)

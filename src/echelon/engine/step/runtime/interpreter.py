@@ -21,6 +21,7 @@ from echelon.nn.autograd.in_place import enter
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
+from echelon.update.numbers import Number
 
 # After these the form of another message may be known, or the one before it taken.
 _LETS_POST = {Op.FORWARD} | RECEIVES
@@ -99,12 +100,14 @@ class Interpreter:
         self._tally = self._no_losses()
         if self._versions is None:  # all of a step's losses are one update's
             self._since_update = self._tally
-        self._mailbox.start_step(script, feed)
-        self._timer.start_step(script.rank, script.instructions)
+        self._timer.start_step(script.rank, script.instructions, continues=script.continues)
+        if not script.continues:
+            self._mailbox.start_step(script, feed)
         with explain_second_order():
             self._execute(script)
         at_instruction("")  # a hang between steps is of no instruction
-        self._mailbox.finish_step()
+        if not script.continues:
+            self._mailbox.finish_step()
         self._feed = {}
         return self._tally
 
@@ -185,17 +188,17 @@ class Interpreter:
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
-                counted_total, counted_samples, counted_weight = counted.unbind()
-                counted_total.add_(total.detach())  # the tally outlives the graph
-                counted_samples.add_(known)
-                counted_weight.add_(known * weight)
+                _add_losses(counted, total.detach(), known, known * weight)  # it outlives the graph
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
-        mean = total / normaliser
+        # The backward pass of total / normaliser; a division that needs no gradient is no part of the graph.
+        has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
+        start = total / normaliser if has_way else total
         if torch.is_grad_enabled():
-            ones = [torch.ones_like(mean)] if mean.requires_grad else []
-            self._gradients[slot_of(instruction)] = Gradients([*ones], tally)
-        return mean
+            ones = torch.ones_like(start)
+            gradients = [ones if has_way else ones / normaliser] if start.requires_grad else []
+            self._gradients[slot_of(instruction)] = Gradients([*gradients], tally)
+        return start
 
     def _pass_on(self, instruction: Instruction, value: Value) -> None:
         if self._is_here(instruction.stage + 1, instruction):
@@ -239,12 +242,14 @@ class Interpreter:
             flight.split.for_weights()
         self._observers.tell("after_backward", backward)
 
-    @contextmanager
-    def _watch_hooks(self, flight: Flight) -> Iterator[None]:
+    def _watch_hooks(self, flight: Flight) -> AbstractContextManager[None]:
         """Around a forward pass whose backward pass is to be split: what has hooks is not."""
         if not self._splits or not torch.is_grad_enabled():
-            yield
-            return
+            return nullcontext()
+        return self._note_hooks(flight)
+
+    @contextmanager
+    def _note_hooks(self, flight: Flight) -> Iterator[None]:
         with watch_hooks() as watch:
             yield
         flight.is_hooked = watch.is_hooked
@@ -300,15 +305,16 @@ class Interpreter:
         self._stages[instruction.stage].gather(backward=following.op is not Op.FORWARD)
 
     def _reduce(self, instruction: Instruction) -> None:
-        """Return when the stage's gradients are summed.
+        """Return when the stage's gradients are summed, if they are to be now.
 
         Where replicas talk in every backward pass, one that has had fewer of them makes up for it.
         """
-        stage = self._stages[instruction.stage]
+        stage, sums = self._stages[instruction.stage], self._script.sums
         for left in reversed(range(self._rounds_to_make_up(stage))):
-            stage.make_up_round(last=left == 0)
-        self._observers.tell("before_reduce")
-        stage.reduce()
+            stage.make_up_round(last=left == 0 and sums)
+        if sums:
+            self._observers.tell("before_reduce")
+            stage.reduce()
 
     def _rounds_to_make_up(self, stage: Stage) -> int:
         return self._script.missing_rounds(stage.index) if stage.lockstep else 0
@@ -337,6 +343,15 @@ class Interpreter:
     def _is_here(self, stage: int, instruction: Instruction) -> bool:
         """Return whether this rank also does `stage` for the microbatch of an instruction."""
         return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank
+
+
+def _add_losses(tally: Tensor, total: Tensor, count: Number, weighted: Number) -> None:
+    if tally.is_cpu:  # what is read at once is added without torch, whose sums of one number cost more
+        totals, counts, weights = tally.tolist()
+        tally.numpy()[:] = totals + total.item(), counts + float(count), weights + float(weighted)
+    else:
+        for place, number in zip(tally.unbind(), (total, count, weighted), strict=True):
+            place.add_(number)
 
 
 # Gradients of gradients: what cannot be differentiated twice is said in a sentence.

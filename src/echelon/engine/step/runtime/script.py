@@ -12,16 +12,22 @@ Slot = tuple[int, int]  # stage, microbatch
 class Script:
     """The instructions of one rank, and what the interpreter must know of them beforehand."""
 
-    def __init__(self, program: Program, rank: int, *, empties: bool = True) -> None:
-        """`empties`: when the program is over, no rank has anything on its way."""
+    def __init__(
+        self, program: Program, rank: int, *, empties: bool = True, sums: bool = True, continues: bool = False
+    ) -> None:
+        """`empties`: when the program is over, no rank has anything on its way. `sums`: REDUCE sums gradients
+        over ranks; else they add up here, for one that comes later. `continues`: it is the end of a step that
+        another program began, and has no messages."""
         self.program, self.rank, self.empties = program, rank, empties
+        self.sums, self.continues = sums, continues
         self.instructions = program.ranks[rank]
         self.splits_backward = any(i.op is Op.BACKWARD_INPUT for i in self.instructions)
         self.labels = [_label(instruction) for instruction in self.instructions]
-        self.lasts = frozenset(self._last_backwards())
+        self.lasts = frozenset(self._last_backwards() if sums else ())
         # Where the first backward pass begins, or what follows it on other ranks; None: there is none.
         self.first_backward = next(
-            (place for place, i in enumerate(self.instructions) if i.op in AFTER_FORWARDS), None
+            (place for place, i in enumerate(self.instructions) if i.op in AFTER_FORWARDS and not continues),
+            None,
         )
         self.receives: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:

@@ -56,8 +56,11 @@ class SpanTimer:
         self._marks: list[Any] = []  # between instructions, not read yet
         self._seconds: list[float] = []
 
-    def start_step(self, rank: int, instructions: Sequence[Instruction]) -> None:
-        """The first of `instructions` begins now."""
+    def start_step(self, rank: int, instructions: Sequence[Instruction], *, continues: bool = False) -> None:
+        """The first of `instructions` begins now. `continues`: they are of the same step as those before."""
+        if continues and self._marks:
+            self._instructions = [*self._instructions, *instructions]
+            return
         self._clock.release(*self._marks)
         self._rank, self._instructions = rank, instructions
         self._marks, self._seconds = [self._clock.record()], []

@@ -2,8 +2,9 @@
 
 A model's own layers are its units. A model that lists none, or that makes them on the fly while its own
 forward runs (transformers), is divided by size: its children, children of lists, and children of what is too
-large or holds a list of blocks. What is too small to be worth a message of its own, and parameters that
-belong to no such child, stay with the model itself: the root unit, which surrounds the others.
+large or holds a list of blocks; layers that its forward is known to call are units of any size. What is too
+small to be worth a message of its own, and parameters that belong to no such child, stay with the model
+itself: the root unit, which surrounds the others.
 
 A tied parameter belongs to the first unit that has it, and every module that uses it needs that unit.
 """
@@ -12,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from echelon.nn.layering import listed_layers
+from echelon.nn.layering import called_layers, listed_layers
 from echelon.parallel.data.parameter_set import Unit
 
 SMALLEST = 16 * 2**10  # bytes: a message of this size costs about as much as an empty one
@@ -38,8 +39,7 @@ def divide_units(
     `only`: divide these parameters, and leave the others to other sets.
     """
     names = {module: name for name, module in model.named_modules()}
-    layers = [layer for layer in listed_layers(model) if layer in names]
-    modules = list(dict.fromkeys(layers or _by_size(model, smallest, largest)))
+    modules = unit_modules(model, smallest, largest)
     modules += [*_tied_outside(model, modules), model]
     name_of = {p: name for name, p in model.named_parameters() if only is None or p in only}
     owner: dict[nn.Parameter, int] = {}
@@ -52,6 +52,15 @@ def divide_units(
         read = _outside_parameters(model, modules[:-1]) if module is model else parameters
         units.append(Unit(names[module], module, own, sorted({owner[p] for p in read if p in owner})))
     return _without_empty(units)
+
+
+def unit_modules(model: nn.Module, smallest: int = SMALLEST, largest: int = LARGEST) -> list[nn.Module]:
+    """The modules that are units, without the model itself: the layers that it lists, or those by size."""
+    own = set(model.modules())
+    layers = [layer for layer in listed_layers(model) if layer in own]
+    called = called_layers(model)
+    fixed = frozenset(called.layers if called is not None else ())
+    return list(dict.fromkeys(layers or _by_size(model, smallest, largest, fixed)))
 
 
 def find_root(units: Sequence[Unit]) -> int | None:
@@ -70,19 +79,28 @@ def backward_order(units: Sequence[Unit]) -> list[int]:
 
 
 def _by_size(
-    module: nn.Module, smallest: int, largest: int, divided: tuple[type, ...] = (nn.ModuleList, nn.Sequential)
+    module: nn.Module,
+    smallest: int,
+    largest: int,
+    fixed: frozenset[nn.Module],
+    divided: tuple[type, ...] = (nn.ModuleList, nn.Sequential),
 ) -> list[nn.Module]:
-    """`divided`: the kinds of lists at whose blocks a child is divided."""
+    """`fixed`: modules that are units whatever their size. `divided`: the kinds of lists at whose blocks a
+    child is divided."""
     modules: list[nn.Module] = []
     for child in module.children():
         size = _num_bytes(child)
         divisible = any(True for _ in child.children()) and not isinstance(child, _OPAQUE)
-        if isinstance(child, _LISTS):
+        if child in fixed:
+            modules.append(child)
+        elif isinstance(child, _LISTS):
             # Which members of a list inside of a block run may depend on data (experts), and then they must
             # be whole together; all of a Sequential runs.
-            modules += _by_size(child, smallest, largest, divided=(nn.Sequential,))
-        elif divisible and (size > largest or _holds_blocks(child, smallest, divided)):
-            modules += _by_size(child, smallest, largest, divided)
+            modules += _by_size(child, smallest, largest, fixed, divided=(nn.Sequential,))
+        elif not fixed.isdisjoint(child.modules()) or (
+            divisible and (size > largest or _holds_blocks(child, smallest, divided))
+        ):
+            modules += _by_size(child, smallest, largest, fixed, divided)
         elif size >= smallest and not isinstance(child, _PARAMETER_LISTS):
             modules.append(child)
     return modules

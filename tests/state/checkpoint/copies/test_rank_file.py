@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from echelon.launching import Ranks
+from tests.engine.saving.test_engine_state import FEW, ONE_RANK, TWO_RANKS, Training
 from tests.state.checkpoint.copies.kept import differences_from_memory
-from tests.state.checkpoint.test_same_plan import FEW, ONE_RANK, TWO_RANKS, Training
 
 WarmRanks = Callable[[int], Ranks]
 

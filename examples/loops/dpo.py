@@ -1,0 +1,26 @@
+"""Direct preference optimization: a policy against a frozen reference."""
+
+import copy
+from functools import partial
+
+import torch
+from examples.loops.models import GPT, classes, log_probability
+from torch import Tensor
+from torch.nn import functional as F
+
+import echelon
+
+
+def train(plan: str, steps: int = 3) -> dict[str, Tensor]:
+    model = GPT().double()
+    reference = copy.deepcopy(model).requires_grad_(False)
+    engine = echelon.parallelize(model, plan, optimizer=partial(torch.optim.SGD, lr=0.5))
+    for step in range(steps):
+        chosen, rejected = engine.local((classes(step, 16, 8, 6), classes(step + 100, 16, 8, 6)))
+        own = [log_probability(engine(tokens)[0], tokens) for tokens in (chosen, rejected)]
+        before = [log_probability(reference(tokens)[0], tokens) for tokens in (chosen, rejected)]
+        margin = (own[0] - before[0]) - (own[1] - before[1])
+        loss = -F.logsigmoid(0.1 * margin).mean()
+        engine.backward(loss)
+        engine.update()
+    return engine.full_state_dict()

@@ -1,0 +1,1 @@
+"""The same loops in plain torch, on one device."""

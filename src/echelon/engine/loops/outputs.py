@@ -1,0 +1,188 @@
+"""The result of passes without an update, and outputs of the model: collected from the microbatches of a
+batch, and brought to every rank of the replica."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from echelon.collectives import Group
+from echelon.collectives.agreement import gather_values
+from echelon.collectives.mesh import Mesh
+from echelon.engine.step.metrics import Measure, Measuring, agree_on_means
+from echelon.engine.step.runtime.message import Spec
+from echelon.errors import UserError
+from echelon.parallel.context import put_together
+from echelon.parallel.observer import ForwardPass, LossPass, Observers, StepObserver
+from echelon.program import Program
+from echelon.update.numbers import HostCopy
+
+Collect = Callable[[Any, Any], Any]  # from output and targets to what is handed back
+
+
+@final
+class PassResult:
+    """The passes of one batch. `loss` is the mean over the global batch; reading it waits for the device.
+    `measured`: the means of what was measured. `outputs`: those of this replica's samples, if asked for."""
+
+    def __init__(self, sums: Tensor, measured: Any = None, outputs: Any = None) -> None:
+        self._sums = HostCopy(sums)
+        self.measured, self.outputs = measured, outputs
+
+    @property
+    def loss(self) -> float:
+        total, count = self._sums.wait()
+        return total / count if count else float("nan")
+
+    @property
+    def tokens(self) -> int:
+        return round(self._sums.wait()[1])
+
+    def __repr__(self) -> str:
+        return f"PassResult(loss={self.loss}, tokens={self.tokens}, measured={self.measured})"
+
+
+@final
+class Observed:
+    """What is measured and collected in the passes of one batch, and put together over ranks after them."""
+
+    def __init__(
+        self, mesh: Mesh, program: Program, measure: Measure | None, collect: Collect | None
+    ) -> None:
+        self._mesh, self._program = mesh, program
+        self._measuring = None if measure is None else Measuring(measure)
+        self._collecting = None if collect is None else Collecting(collect)
+
+    @property
+    def sees_output(self) -> bool:
+        """Return whether functions of the user's are called with outputs."""
+        return self._measuring is not None or self._collecting is not None
+
+    @contextmanager
+    def by(self, observers: Observers) -> Iterator["Observed"]:
+        own = [each for each in (self._measuring, self._collecting) if each is not None]
+        for each in own:
+            observers.add(each)
+        try:
+            yield self
+        finally:
+            for each in own:
+                observers.remove(each)
+
+    def result(self, tally: Tensor) -> PassResult:
+        """`tally`: of the losses of this rank."""
+        sums, mesh, measured = tally[:2].clone(), self._mesh, None
+        if mesh.plan.sync != "async":  # whose workers do not wait for each other
+            with mesh.ledger.about("metrics"):
+                mesh.group("all").all_reduce(sums)
+        if self._measuring is not None:
+            measured = agree_on_means(self._measuring.sums, mesh.group("all"), mesh.device)
+        return PassResult(sums, measured, self.outputs())
+
+    def outputs(self) -> Any:
+        """The outputs of this replica's samples, on all of its ranks."""
+        if self._collecting is None:
+            return None
+        return self._collecting.join(self._mesh, self._program, self._mesh.plan.microbatches)
+
+
+def whole_output(output: Any, targets: Any) -> Any:  # noqa: ARG001
+    return output
+
+
+def no_loss(output: Any, targets: Any) -> Tensor:  # noqa: ARG001
+    """The loss of a pass that is made for its outputs alone."""
+    return torch.zeros(())
+
+
+@final
+class Collecting(StepObserver):
+    """Keeps what `collect` makes of the outputs of microbatches, without their graph."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+        self._number = 0
+        self._outputs: dict[int, Any] = {}
+        self._samples: dict[int, int] = {}
+
+    def around_pass(self, forward: ForwardPass) -> None:
+        self._number = forward.slot[1]
+
+    def after_loss(self, loss: LossPass) -> None:
+        if loss.counts:  # else the microbatch only fills up
+            output = self._collect(loss.output, loss.targets)
+            self._outputs[self._number] = tree_map_only(Tensor, torch.detach, output)
+            self._samples[self._number] = loss.num_samples
+
+    def join(self, mesh: Mesh, program: Program, number: int) -> Any:
+        """The outputs of a replica's `number` microbatches, in order, on all of its ranks."""
+        pipeline, context = mesh.group("pipeline"), mesh.group("context")
+        parts, sizes = [], []
+        for microbatch in range(number):
+            part, samples = self._outputs.get(microbatch), self._samples.get(microbatch, 0)
+            if context.size > 1 and samples:
+                part = tree_map_only(Tensor, lambda leaf: _whole_sequence(leaf, context, mesh.device), part)
+            if pipeline.size > 1:
+                holder = program.holder(program.stages - 1, microbatch)
+                part, samples = _share(part, samples, pipeline, holder, mesh.device)
+            if samples:
+                parts.append(part)
+                sizes.append(samples)
+        return join_rows(parts, sizes)
+
+
+def _share(part: Any, samples: int, group: Group, source: int, device: torch.device) -> tuple[Any, int]:
+    """Bring the outputs of one microbatch from the rank that has them to all of a pipeline."""
+    is_here = group.rank == source
+    spec, tensors = Spec.of(part) if is_here else (None, [])
+    texts = gather_values([samples, spec.text] if spec is not None else None, group, device, "outputs")
+    samples, text = texts[source]
+    spec = Spec(text)
+    if not is_here:
+        tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in spec.leaves]
+    tensors = [tensor.contiguous() for tensor in tensors]
+    with group.ledger.about("outputs"):
+        for tensor in tensors:
+            group.broadcast(tensor, source)
+    return spec.rebuild(tensors), samples
+
+
+def _whole_sequence(leaf: Tensor, group: Group, device: torch.device) -> Tensor:
+    """Put together what the ranks along `context` have of sequences."""
+    if leaf.dim() < 2:
+        return leaf
+    lengths = {tuple(shape) for shape in gather_values(list(leaf.shape), group, device, "outputs")}
+    if len(lengths) > 1:
+        raise UserError(
+            f"outputs with context={group.size}: the sequences are padded, so that ranks have different "
+            f"lengths {sorted(lengths)}; give sequences whose length divides by {2 * group.size}"
+        )
+    parts = torch.empty(group.size, *leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    with group.ledger.about("outputs"):
+        group.all_gather(parts, leaf.contiguous())
+    return put_together(list(parts))
+
+
+def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put the outputs of several groups of samples together, row by row."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    flat = [tree_flatten_with_path(part) for part in parts]
+    (first, form), joined = flat[0], []
+    for place, (path, leaf) in enumerate(first):
+        leaves = [leaves[place][1] for leaves, _ in flat]
+        if not isinstance(leaf, Tensor):
+            joined.append(leaf)
+        elif all(each.dim() and len(each) == size for each, size in zip(leaves, sizes, strict=True)):
+            joined.append(torch.cat(leaves))
+        else:
+            name = "".join(map(str, path)) or "the output"
+            raise UserError(
+                f"outputs: {name} of a microbatch of {sizes[0]} samples is {list(leaf.shape)}: its first dim "
+                "must count the samples, since the plan runs several microbatches; choose what to hand back, "
+                "like collect=lambda output, targets: output.logits"
+            )
+    return tree_unflatten(joined, form)

@@ -1,0 +1,212 @@
+"""Passes that a user's own loop calls one by one, for plans without stages:
+
+    output = engine(x)       the model's forward on this replica's samples, with its graph
+    engine.backward(loss)    from any scalar of such outputs; gradients add up until engine.update()
+
+A loss is the mean over this replica's samples. The global one weighs those of replicas by their counts, which
+replicas tell each other before the backward pass: so all gradients of an update can be added.
+
+A graph may lead through models of several engines (a generator, and the discriminator that judges it). The
+engine whose `backward` is called gets gradients, and those that are given beside it; others only lend their
+weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any, final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.agreement import gather_rows
+from echelon.engine.loops.loop import OwnLoop
+from echelon.engine.setup import Setup
+from echelon.engine.step.feed import to_device
+from echelon.engine.step.side_effects import without_autocast_cache
+from echelon.engine.watch.watch import Watch
+from echelon.errors import UserError
+from echelon.nn.batch import DTYPES, Inputs, call, cast, tensors_of
+from echelon.nn.dropout.training_position import CountedSamples
+from echelon.nn.losses import Sum
+from echelon.parallel.observer import BackwardPass, ForwardPass
+from echelon.parallel.stage import Stage
+
+_alive: WeakSet["OwnPasses"] = WeakSet()
+_numbers = count()
+
+
+def _lending() -> list["OwnPasses"]:
+    """Engines with a graph that a backward pass may lead through, in the order in which they were made: ranks
+    gather their weights in the same one."""
+    return sorted((each for each in _alive if each.is_open), key=lambda each: each.number)
+
+
+@final
+class OwnPasses:
+    """The passes of one engine that its user calls."""
+
+    def __init__(self, setup: Setup, loop: OwnLoop, watch: Watch) -> None:
+        self._setup, self._loop, self._watch = setup, loop, watch
+        self._samples = 0  # of the last forward pass
+        self._slots: list[tuple[int, int]] = []  # of forward passes since the last update
+        self._is_checked = False
+        self.number = next(_numbers)
+        _alive.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """True if the engine was called since its last update."""
+        return self._loop.is_open and bool(self._slots)
+
+    def close(self) -> None:
+        _alive.discard(self)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model. Without gradients that is a call between steps: it is no part of an update."""
+        self._check()
+        if not torch.is_grad_enabled():
+            return self._setup.model(*args, **kwargs)
+        mesh, observers = self._setup.mesh, self._setup.observers
+        inputs: Any = cast(to_device(Inputs(*args, **kwargs), mesh.device), DTYPES[mesh.plan.precision])
+        tensors = tensors_of(inputs)
+        self._samples = len(tensors[0]) if tensors and tensors[0].dim() else 1
+        with self._watch.own_work(), self._loop.discarded_if_failed():
+            number, place = self._loop.next_call()
+            self._slots = self._slots if place else []
+            slot = (0, place)
+            forward = ForwardPass(slot, inputs, inputs, None, 1, trains=True)
+            scope = self._setup.scopes.of_step(number, self._samples, place)
+            self._stage.mark_run()
+            self._stage.gather(backward=False)
+            with (
+                without_autocast_cache(),
+                self._setup.layers.using(None, whole_logits=True),
+                observers.around("around_pass", forward),
+                CountedSamples(self._samples, lambda: scope(0)),
+                observers.around("around_layers", forward),
+            ):
+                # The model's own forward, also where a step runs it layer by layer.
+                output = call(self._setup.model, inputs)
+            self._stage.free()
+            observers.tell("store", slot)
+        self._slots.append(slot)
+        return output
+
+    def backward(
+        self, loss: Tensor | Sum, number: float | None, others: Sequence["OwnPasses"], *, retain_graph: bool
+    ) -> None:
+        """Add the gradients of a mean over this `number` of samples, or of a sum."""
+        self._check()
+        total = loss.total if isinstance(loss, Sum) else loss
+        self._check_loss(total)
+        engines, lending = [self, *others], _lending()
+        with ExitStack() as stack:
+            for each in lending:
+                stack.enter_context(each._lent())
+            means = [each._count(loss, number) for each in engines]
+            for each in engines:
+                stack.enter_context(each._taking())
+            lent = [each for each in lending if each not in engines]
+            leaves = None if not lent else _leaves(total, {id(p) for each in lent for p in each._trained})
+            torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
+
+    def _count(self, loss: Tensor | Sum, samples: float | None) -> Tensor:
+        """Enter a loss into the tally of the update; returns what its backward pass starts from."""
+        mesh, scale = self._setup.mesh, self._setup.update.loss_scale
+        number = (
+            1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if samples is None else samples
+        )
+        counts = torch.full((1,), number, dtype=torch.float64, device=mesh.device)
+        if isinstance(loss, Sum):
+            self._loop.add_tally(
+                loss.total.detach().double().view(1), counts, torch.ones_like(counts) / scale
+            )
+            return torch.mul(loss.total, scale)
+        over_all = counts
+        if mesh.plan.data > 1:
+            over_all = gather_rows(counts, mesh.group("data"), "loss counts").sum(0)
+        self._loop.add_tally(loss.detach().double().view(1) * counts, counts, over_all / scale)
+        weight = (counts * scale / over_all)[0]
+        return torch.mul(loss, weight.to(torch.promote_types(loss.dtype, torch.float32)))
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Around a backward pass that may need the weights of this engine."""
+        with self._watch.own_work(), self._loop.discarded_if_failed():
+            for slot in self._slots:
+                self._setup.observers.tell("fetch", slot)
+            self._stage.gather(backward=True)
+            yield
+            self._stage.free()
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """Around a backward pass that adds to the gradients of this engine."""
+        passes = BackwardPass(self._slots[-1], "both", has_work=True)
+        self._setup.observers.tell("before_backward", passes)
+        self._stage.start_backward(last=False)
+        yield
+        self._stage.finish_backward()
+        self._setup.observers.tell("after_backward", passes)
+
+    @property
+    def _stage(self) -> Stage:
+        return self._setup.local.stages[0]
+
+    @property
+    def _trained(self) -> list[Any]:
+        return self._setup.local.trained()
+
+    def _check(self) -> None:
+        """Refuse plans under which no rank can call the model by itself."""
+        if self._is_checked:
+            return
+        setup, plan = self._setup, self._setup.mesh.plan
+        reasons = {
+            f"pipeline={plan.pipeline}": plan.stages > 1,
+            f"context={plan.context} sequence={plan.sequence}": setup.layers.by_layers,
+            f"microbatches={plan.microbatches}": plan.microbatches > 1,
+            f"compress={plan.compress}": plan.compress != "none",
+            "sync=async": plan.sync == "async",
+            "gates of experts": bool(setup.gates.places),
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if found:
+            raise UserError(
+                f"engine(x) with plan '{plan}': with {' and '.join(found)} the engine takes batches through "
+                "the model by itself, in parts or on several ranks; call engine.forward_backward(batch, "
+                "loss) and engine.update(), or change the plan. See docs/loops.md"
+            )
+        self._loop.check_split()
+        self._is_checked = True
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            form = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"engine.backward(loss): the loss is {form}: must be a tensor of one number that depends on "
+                "what engine(x) returned, like losses.mean()"
+            )
+        if not self.is_open:
+            raise UserError(
+                "engine.backward(loss): this engine was not called since its last update; call engine(x), "
+                "not the module, and compute the loss of what it returns. See docs/loops.md"
+            )
+
+
+def _leaves(loss: Tensor, excluded: set[int]) -> list[Tensor]:
+    """Find the tensors that a backward pass would add gradients to, but for some."""
+    found: dict[int, Tensor] = {}
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in excluded:
+            found[id(variable)] = variable
+        pending += [following for following, _ in node.next_functions]
+    return list(found.values())
