@@ -174,5 +174,9 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
     if isinstance(one, Tensor):  # bytes in host memory, also of a device's generator
-        return bool(one.numpy().tobytes() == other.numpy().tobytes())
+        return _bytes(one) == _bytes(other)
     return bool(numpy.array_equal(one, other)) if isinstance(one, numpy.ndarray) else bool(one == other)
+
+
+def _bytes(state: Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)

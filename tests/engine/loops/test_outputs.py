@@ -1,0 +1,83 @@
+"""Outputs of a model on every rank of its replica, whatever the plan has cut."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import echelon
+from echelon import UserError
+from echelon.engine.loops.outputs import join_rows
+from echelon.launching import Ranks
+from echelon.models import cross_entropy
+from tests.engine.loops.test_loop import batches, model, sgd
+
+Warm = Callable[[int], Ranks]
+
+
+def logits_sum(output: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    return {"logits": output, "chosen": output.gather(-1, targets.clamp(min=0)[..., None])[..., 0]}
+
+
+def right(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return (output.argmax(-1) == targets).sum(), targets.numel()
+
+
+def check_outputs(plan: str, measures: bool = True) -> None:
+    batch = batches(0)[0]
+    plain = model().eval()
+    expected = plain(batch[0]).detach()
+    with echelon.parallelize(model(), f"{plan} precision=fp64", optimizer=sgd, loss=cross_entropy) as engine:
+        own = engine.local(batch)
+        ours = engine.local(expected)
+        torch.testing.assert_close(engine.forward(own), ours, rtol=0, atol=1e-9)
+        measure = right if measures else None
+        result = engine.forward_backward(own, collect=logits_sum, measure=measure)
+        torch.testing.assert_close(result.outputs, logits_sum(ours, own[1]), rtol=0, atol=1e-9)
+        if measures:
+            total, count = right(expected, batch[1])
+            assert result.measured == pytest.approx(float(total) / count, abs=1e-12)
+        engine.update()
+        with pytest.raises(UserError, match="no gradients wait"):
+            engine.update()
+
+
+@pytest.mark.parametrize("plan", ["data=1", "microbatches=3", "recompute=full"])
+def test_on_one_rank(plan: str) -> None:
+    check_outputs(plan)
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=2 zero=3", "tensor=2", "pipeline=2 microbatches=4", "pipeline=1-1 microbatches=2"]
+)
+def test_over_two_ranks(warm_ranks: Warm, plan: str) -> None:
+    warm_ranks(2).run(check_outputs, plan)
+
+
+def test_parts_of_sequences_are_put_together(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(check_outputs, "context=2", False)
+    warm_ranks(2).run(check_sums_of_parts)
+
+
+def check_sums_of_parts() -> None:
+    with (
+        echelon.parallelize(model(), "context=2 precision=fp64", optimizer=sgd, loss=cross_entropy) as engine,
+        pytest.raises(UserError, match="collect values of positions"),
+    ):
+        engine.forward(batches(0)[0], lambda output, _: output.sum((1, 2)))
+
+
+@pytest.mark.parametrize("plan", ["tensor=2 pipeline=2 microbatches=2", "data=2 pipeline=2 microbatches=2"])
+def test_over_four_ranks(warm_ranks: Warm, plan: str) -> None:
+    warm_ranks(4).run(check_outputs, plan)
+
+
+def test_rows_are_joined_and_what_has_none_is_refused() -> None:
+    parts = [{"a": torch.ones(2, 3), "word": "same"}, {"a": torch.zeros(1, 3), "word": "same"}]
+    joined = join_rows(parts, [2, 1])
+    assert joined["word"] == "same"
+    assert joined["a"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    with pytest.raises(UserError, match=r"must count the samples.*collect=lambda"):
+        join_rows([torch.zeros(()), torch.zeros(())], [2, 1])
+    assert join_rows([], []) is None
