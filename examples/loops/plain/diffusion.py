@@ -15,7 +15,6 @@ def train(steps: int = 4) -> dict[str, Tensor]:
     model = denoiser().double()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    average.update_parameters(model)
     for step in range(steps):
         clean, noise = numbers(step, 8, 6, 4), numbers(step + 100, 8, 6, 4)
         time = numbers(step + 200, 8, 1, 1).sigmoid()

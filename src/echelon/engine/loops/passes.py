@@ -41,7 +41,9 @@ _numbers = count()
 def _lending() -> list["OwnPasses"]:
     """Engines with a graph that a backward pass may lead through, in the order in which they were made: ranks
     gather their weights in the same one."""
-    return sorted((each for each in _alive if each.is_open), key=lambda each: each.number)
+    return sorted(
+        (each for each in _alive if each.is_open and not each.is_gone), key=lambda each: each.number
+    )
 
 
 @final
@@ -62,6 +64,11 @@ class OwnPasses:
         """True if the engine was called since its last update."""
         return self._loop.is_open and self._opened == self._loop.num_opened and bool(self._slots)
 
+    @property
+    def is_gone(self) -> bool:
+        """True if its ranks talk no more, though it was not closed."""
+        return self._setup.mesh.group("all").is_closed
+
     def close(self) -> None:
         _alive.discard(self)
 
@@ -72,7 +79,7 @@ class OwnPasses:
         inputs: Any = cast(to_device(Inputs(*args, **kwargs), mesh.device), DTYPES[mesh.plan.precision])
         upload = Upload(Inputs(*args, **kwargs), mesh.device)
         if not torch.is_grad_enabled():
-            output = call(self._setup.model, inputs)
+            output = self._look(inputs)
             upload.wait()
             return output
         tensors = tensors_of(inputs)
@@ -100,6 +107,15 @@ class OwnPasses:
         self._slots.append(slot)
         upload.wait()
         return output
+
+    def _look(self, inputs: Any) -> Any:
+        """Call the model without gradients."""
+        with self._watch.own_work(), self._setup.layers.using(None, whole_logits=True):
+            self._stage.gather(backward=False)
+            try:
+                return call(self._setup.model, inputs)
+            finally:
+                self._stage.free()
 
     def backward(
         self, loss: Tensor | Sum, number: float | None, others: Sequence["OwnPasses"], *, retain_graph: bool

@@ -24,7 +24,7 @@ class SidePasses(StepRunner):
     _is_rehearsed: bool
     _tallies: list[Tensor]  # of the losses of each batch of this update
     _num_calls: int  # its passes, those of losses that are still to come too
-    _is_summed: bool  # whether its gradients are summed over ranks
+    _is_summed = False  # whether its gradients are summed over ranks
     _count_before: Number | None = None  # what the last update was the mean of
 
     @abstractmethod

@@ -36,10 +36,6 @@ from echelon.update.precision.optimizer_call import has_step_hooks
 from echelon.update.precision.stepper import has_other_step
 from echelon.update.update import Update
 
-_WAITING = (
-    "gradients are summed over ranks in engine.update(), and until then each rank has its own part; "
-    "parallelize(clip=…) clips their norm, and engine.update().grad_norm tells it"
-)
 _DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
 
 
@@ -161,8 +157,7 @@ class Watch:
 
     def hide_gradients(self, *, hidden: bool) -> None:
         """Until an update has summed gradients over ranks, `.grad` is one rank's part: to use it raises."""
-        is_lost = hidden and self._plan.ranks > 1
-        self._idle.lost_gradient = _WAITING if is_lost else lost_gradient(self._plan)
+        self._idle.lost_gradient = lost_gradient(self._plan, waits=hidden)
 
     def forget(self) -> None:
         """Drop what the user has changed: a load has replaced all weights."""
@@ -358,8 +353,10 @@ def updates_itself(plan: Plan) -> bool:
     return not needs_idle(plan) and plan.update == "step"
 
 
-def lost_gradient(plan: Plan) -> str | None:
-    """Return what to tell users of a gradient after a step, where no rank has it whole."""
+def lost_gradient(plan: Plan, *, waits: bool = False) -> str | None:
+    """Return what to tell users of a gradient after a step, where no rank has it whole; or before its sum."""
+    if waits and plan.ranks > 1:
+        return "ranks have parts of it until engine.update() sums them; parallelize(clip=…) clips the norm"
     is_part = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
     is_gone = plan.update != "step" or "parameters" in plan.offload or plan.sync == "async"
     if plan.ranks == 1 and not is_gone:
