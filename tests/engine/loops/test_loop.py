@@ -195,3 +195,49 @@ def test_counts_that_no_batch_tells_are_refused_before_the_update() -> None:
             engine.update()
         torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
         engine.step((inputs, torch.tensor([0, 1, 2, 3])))
+
+
+@pytest.mark.parametrize("plan", ["data=4 zero=3 shard=2", "data=4 zero=2 shard=2 microbatches=2"])
+def test_copies_of_shards_sum_their_parts(warm_ranks: Warm, plan: str) -> None:
+    warm_ranks(4).run(check_parts, plan, False)
+
+
+def joined(first: Any, second: Any) -> dict[str, Tensor]:
+    """Two batches with these losses, under tensor=2."""
+    with echelon.parallelize(model(), "tensor=2 precision=fp64", optimizer=sgd, loss=first) as engine:
+        one, other = batches(0)
+        engine.forward_backward(one)
+        engine.forward_backward(other, second)
+        engine.update()
+        return engine.full_state_dict()
+
+
+def check_joined() -> None:
+    """A loss of parts of the vocabulary is given whole logits where the engine's own loss needs them."""
+    plain_model = model()
+    for batch, loss in zip(batches(0), (mean_loss, cross_entropy), strict=True):
+        result = loss(plain_model(batch[0]), batch[1])
+        (result[0] / result[1] if isinstance(result, tuple) else result).backward()
+    sgd(plain_model.parameters()).step()
+    torch.testing.assert_close(joined(mean_loss, cross_entropy), plain_model.state_dict(), rtol=0, atol=1e-9)
+
+
+def test_losses_of_parts_and_of_whole_logits_meet(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(check_joined)
+
+
+def test_with_a_delay_the_newest_weights_wait() -> None:
+    with engine_of("offload=optimizer delay=1") as engine:
+        engine.forward_backward(small_batch())
+        with pytest.raises(UserError, match="delay=1: the newest weights"):
+            engine.evaluate(small_batch())
+        engine.update()
+
+
+def test_forward_passes_without_gradients_to_wait_for_are_forgotten() -> None:
+    with engine_of() as engine:
+        engine(small_batch()[0])
+        engine.step(small_batch())
+        engine.step(small_batch())
+        with pytest.raises(UserError, match="no gradients wait"):
+            engine.update()

@@ -80,6 +80,9 @@ class Sharing(ABC):
     # Where large matrices may add to their gradients directly; None where gradients never stay.
     accumulation: Accumulation | None = None
 
+    # Whether a backward pass that is the last one is still to come, of no more gradients.
+    awaits_last: bool = False
+
     # Begins to reduce gradients as the backward pass completes them; None where ranks do not communicate.
     reducer: Reducer | None = None
 
@@ -131,8 +134,9 @@ class Sharing(ABC):
         """The backward pass is over: parameters that it has not reached will get no gradient from it."""
 
     def start_reductions(self) -> None:
-        """Begin to reduce all that is left: a replica without samples has had no backward pass."""
-        if self.reducer is not None and not self.reducer.all_reduced:
+        """Begin to reduce all that is left: a replica without samples has had no backward pass, and where a
+        loop calls passes one by one, none was known to be the last."""
+        if self.reducer is not None and (self.awaits_last or not self.reducer.all_reduced):
             self.start_backward(last=True)
             self.finish_backward()
 

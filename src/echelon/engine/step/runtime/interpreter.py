@@ -346,12 +346,8 @@ class Interpreter:
 
 
 def _add_losses(tally: Tensor, total: Tensor, count: Number, weighted: Number) -> None:
-    if tally.is_cpu:  # what is read at once is added without torch, whose sums of one number cost more
-        totals, counts, weights = tally.tolist()
-        tally.numpy()[:] = totals + total.item(), counts + float(count), weights + float(weighted)
-    else:
-        for place, number in zip(tally.unbind(), (total, count, weighted), strict=True):
-            place.add_(number)
+    for place, number in zip(tally.unbind(), (total, count, weighted), strict=True):
+        place.add_(number)
 
 
 # Gradients of gradients: what cannot be differentiated twice is said in a sentence.

@@ -142,7 +142,7 @@ class Zero(Sharing, UnitOwner):
         while self._used:
             self._used.popitem()[1].wait()
         self.reducer.start_step()
-        self._is_last_backward = False
+        self.awaits_last = False
         if self._uses is not None:
             self._uses.start_step()
             self.residency.reset()
@@ -165,6 +165,8 @@ class Zero(Sharing, UnitOwner):
 
     def start_backward(self, *, last: bool) -> None:
         self._is_last_backward = last
+        # Copies of shards sum their parts after the last one.
+        self.awaits_last = self._level > 1 and self._copies_group.size > 1 and not last
         self.reducer.start_backward(reducing=last or self._level > 1)
 
     def finish_backward(self) -> None:
@@ -175,13 +177,6 @@ class Zero(Sharing, UnitOwner):
     def abandon_pass(self) -> None:
         if self._uses is not None:
             self._uses.abandon_pass()
-
-    def start_reductions(self) -> None:
-        if self._level > 1 and self._copies_group.size > 1 and not self._is_last_backward:
-            # No backward pass was known to be the last one, after which copies sum their parts.
-            self.start_backward(last=True)
-            self.finish_backward()
-        super().start_reductions()
 
     def reduce(self) -> None:
         self.start_reductions()
