@@ -188,7 +188,9 @@ def _weighted() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(_prompted, "PromptTuningConfig"), (_weighted, "AdaLoraConfig")], ids=str
+    ("make", "name"),
+    [(_prompted, "PromptTuningConfig"), (_weighted, "AdaLoraConfig")],
+    ids=["prompt tuning", "AdaLoRA"],
 )
 @pytest.mark.parametrize("plan", ["pipeline=2", "tensor=2"])
 def test_adapters_with_a_forward_of_their_own_are_refused_where_layers_run(
