@@ -114,7 +114,7 @@ def take_the_next_step(engine: Engine) -> None:
     """The masks of rank 1 are those of the step after."""
     of_step = engine._runner._scopes.of_step
     engine._runner._scopes.of_step = (  # type: ignore[method-assign]
-        lambda step, samples: of_step(step + engine.replica, samples)
+        lambda step, samples, call=0: of_step(step + engine.replica, samples, call)
     )
 
 

@@ -181,6 +181,7 @@ def test_used_anywhere_is_of_this_step_alone() -> None:
     group = RecordingGroup("data", 0, 2)
     for number in (0, 1):
         watched.reducer.start_step()
+        watched.reducer.start_backward(reducing=False)
         watched.backward(number)
         used = watched.reducer.used_anywhere(group)
         assert {watched.number(parameter) for parameter in used} == {number}
@@ -191,10 +192,12 @@ def test_used_anywhere_is_of_this_step_alone() -> None:
 def test_the_agreed_order_is_that_of_arrival_and_the_rest_reversed() -> None:
     watched = Watched()
     watched.reducer.start_step()
+    watched.reducer.start_backward(reducing=False)
     watched.backward(1, 1)
     order = watched.reducer.agreed_order(RecordingGroup("data", 0, 2))
     assert [watched.number(parameter) for parameter in order] == [1, 2, 0]
     watched.reducer.start_step()
+    watched.reducer.start_backward(reducing=False)
     watched.backward(0, 2)
     order = watched.reducer.agreed_order(RecordingGroup("data", 0, 2))
     assert [watched.number(parameter) for parameter in order] == [0, 2, 1]

@@ -23,6 +23,7 @@ from echelon.errors import UserError
 from echelon.nn.layering import stage_layers
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import GUARD, Wrapping, find_wrapper
+from echelon.parallel.data.reducer import engines
 from echelon.parallel.layer_sharding import LayerSharding, LogitsChoice
 from echelon.parallel.observer import Observers, StepObserver
 from echelon.parallel.stage import LocalStages
@@ -52,9 +53,11 @@ class Inside:
 
     def __enter__(self) -> None:
         self._depth += 1
+        engines.num_at_work += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
+        engines.num_at_work -= 1
 
     def __deepcopy__(self, _: Any) -> "Inside":
         return _always_inside()

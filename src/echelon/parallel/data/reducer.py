@@ -18,6 +18,15 @@ from echelon.collectives.agreement import FlagExchange
 from echelon.errors import UserError
 from echelon.parallel.data.grad_accumulation import Accumulation, hook_gradient
 
+
+class Engines:
+    """How many calls of engines run in this process: a backward pass outside of them is the user's own."""
+
+    num_at_work = 0
+
+
+engines = Engines()
+
 BARE_BACKWARD = (
     "loss.backward() of a model that an engine trains: gradients of this rank alone would be added, which no "
     "other rank sums; write engine.backward(loss) of what engine(x) returned, or engine.step(batch). For "
@@ -107,6 +116,8 @@ class Reducer:
         """The backward pass has added to this parameter's gradient."""
         assert isinstance(parameter, nn.Parameter)
         if not self._in_backward:
+            if engines.num_at_work:
+                return  # a loss of another engine goes through this model, and only asks for its weights
             raise UserError(BARE_BACKWARD)
         self._refuse_late(parameter)
         if parameter.grad is not None:  # torch calls the hook also when a function has no gradient for it
