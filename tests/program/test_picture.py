@@ -9,8 +9,8 @@ import pytest
 from echelon.errors import UserError
 from echelon.program import Costs, Instruction, Op, Span, add_copies, build, simulate
 from echelon.program import picture as picture_module
-from echelon.program.canvas import Box, Hatch, Picture, Words
-from echelon.program.picture import Panel, _nice_step, draw, draw_together
+from echelon.program.canvas import Box, Hatch, Picture, Words, nice_step
+from echelon.program.picture import Panel, draw, draw_together
 from tests.program.cases import program_of
 
 MEASURED = [
@@ -72,7 +72,7 @@ def test_each_picture_is_that_of_its_golden_file(name: str) -> None:
     ],
 )
 def test_steps_of_the_axis_are_round_numbers(least: float, step: float) -> None:
-    assert _nice_step(least) == pytest.approx(step, rel=1e-12)
+    assert nice_step(least) == pytest.approx(step, rel=1e-12)
 
 
 def test_every_computation_is_a_box_on_the_row_of_its_rank() -> None:

@@ -1,7 +1,8 @@
 """Boxes, words and lines in pixels, as SVG or as PNG. picture.py decides what they show."""
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,19 +83,8 @@ class Picture:
             f'<rect width="{_HATCH_STEP}" height="{_HATCH_STEP}" fill="{_HATCH}"/>'
             f'<path d="M0 0V{_HATCH_STEP}" stroke="{_HATCH_LINE}" stroke-width="1.5"/></pattern>'
         )
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-                f'width="{self.width}" height="{self.height}" role="img" font-family="{_FONT}">',
-                f"<title>{_clean(self.title)}</title>",
-                f"<defs>{hatch}</defs>",
-                f'<rect x="0.5" y="0.5" width="{self.width - 1}" height="{self.height - 1}" rx="8" '
-                f'fill="{_BACKGROUND}" stroke="{_BORDER}"/>',
-                *map(_element, self.shapes),
-                "</svg>",
-                "",
-            ]
-        )
+        elements = map(svg, self.shapes)
+        return page(self.width, self.height, self.title, elements, f"<defs>{hatch}</defs>\n")
 
     def png(self) -> bytes:
         """The same as an image, twice as fine. Needs Pillow."""
@@ -112,7 +102,30 @@ class Picture:
         return file.getvalue()
 
 
-def _element(shape: Shape) -> str:
+def page(width: int, height: int, title: str, elements: Iterable[str], definitions: str = "") -> str:
+    """One self-contained SVG element: these on a page with a border."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" font-family="{_FONT}">',
+            f"<title>{_clean(title)}</title>",
+            f'{definitions}<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
+            f'fill="{_BACKGROUND}" stroke="{_BORDER}"/>',
+            *elements,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def nice_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, … (and 0.5, 0.2, …) that is not below `least`: between ticks."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+
+
+def svg(shape: Shape) -> str:
+    """The SVG element of a shape."""
     match shape:
         case Box(x, y, width, height, fill, edge):
             style = f'rx="2" fill="{fill}" stroke="{edge}" stroke-width="0.8"'

@@ -1,7 +1,7 @@
 """A timeline as a picture: one row per rank, time to the right, the bubble hatched.
 
 Planned and measured timelines are drawn by the same code, from spans. This module decides what stands where;
-canvas.py turns boxes and words into SVG or PNG. The style is that of echelon.train.charts.
+canvas.py turns boxes and words into SVG or PNG.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from echelon.errors import UserError
-from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words, moved
+from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words, moved, nice_step
 from echelon.program.grid import LANES, labels, stages_of_ranks
 from echelon.program.instruction import COMPUTE, Op
 from echelon.program.timeline import Span
@@ -101,7 +101,10 @@ def _panel(
     yield Words(24, 54, panel.about, 12, QUIET_INK)
     yield from _legend(spans)
     yield from _axis(scale, length, ranks, width, axis)
-    yield from _bubble(scale, length, ranks)
+    for rank in range(ranks):  # the bubble: a row is hatched from start to end, and work is drawn over it
+        y = scale.y(rank)
+        yield Hatch(_LEFT, y, length * scale.pixels, scale.row - 4)
+        yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
     yield from _work(scale, spans, labels(spans))
 
 
@@ -130,26 +133,12 @@ def _legend(spans: Sequence[Span]) -> Iterator[Shape]:
 def _axis(scale: _Scale, length: float, ranks: int, width: int, axis: str) -> Iterator[Shape]:
     foot = scale.y(ranks) + 4
     yield Rule(_LEFT, foot, width - _RIGHT, foot, QUIET_INK)
-    step = _nice_step(60 / scale.pixels)
+    step = nice_step(60 / scale.pixels)
     for number in range(math.floor(length / step + 1e-6) + 1):
         x = scale.x(scale.start + number * step)
         yield Rule(x, foot, x, foot + 5, QUIET_INK)
         yield Words(x, foot + 18, f"{number * step:g}", 11, QUIET_INK, "middle")
     yield Words(width - _RIGHT, foot + 36, axis, 11, QUIET_INK, "end")
-
-
-def _nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20 … (and 0.5, 0.2 …) that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
-
-
-def _bubble(scale: _Scale, length: float, ranks: int) -> Iterator[Shape]:
-    """Every row is hatched from start to end; work is drawn over it."""
-    for rank in range(ranks):
-        y = scale.y(rank)
-        yield Hatch(_LEFT, y, length * scale.pixels, scale.row - 4)
-        yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
 
 
 def _work(scale: _Scale, spans: Sequence[Span], texts: Sequence[str]) -> Iterator[Shape]:
