@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from echelon.data import TrainingImages, ValidationImages, open_images
-from echelon.data.image_batches import side_to_cut_from
 from echelon.data.image_synthetic import CLASS_NAMES
 from echelon.errors import UserError
 from tests.data.image_files import two_classes
@@ -83,7 +82,8 @@ def test_too_few_images_for_a_batch_are_refused() -> None:
 
 
 def test_squares_are_larger_than_what_is_cut() -> None:
-    assert [side_to_cut_from(size) for size in (4, 32, 224)] == [5, 36, 252]
+    data = [open_images("synthetic", size, validation_fraction=0.1) for size in (4, 32, 224)]
+    assert [each.training.side for each in data] == [5, 36, 252]
 
 
 def test_classes_are_those_of_the_folder(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from fractions import Fraction
 
 from echelon.program import Costs, Instruction, Op, Span, Timeline, build, simulate
-from echelon.program.timeline import in_flight, versions
 from tests.program.cases import program_of
 
 
@@ -13,14 +12,16 @@ def test_a_span_has_the_operation_and_the_duration_of_its_instruction() -> None:
 
 
 def test_activations_live_from_the_forward_to_the_last_part_of_the_backward() -> None:
-    assert in_flight(program_of("rank 0: F0 B0 F1 F2 B1 B2")) == (2,)
-    assert in_flight(program_of("rank 0: F0 I0 F1 I1 W0 W1")) == (2,)
-    assert in_flight(program_of("rank 0: F0 I0 W0 F1 I1 W1\nrank 1:")) == (1, 0)
+    assert Timeline(program_of("rank 0: F0 B0 F1 F2 B1 B2"), (), ()).in_flight == (2,)
+    assert Timeline(program_of("rank 0: F0 I0 F1 I1 W0 W1"), (), ()).in_flight == (2,)
+    assert Timeline(program_of("rank 0: F0 I0 W0 F1 I1 W1\nrank 1:"), (), ()).in_flight == (1, 0)
 
 
 def test_versions_are_the_newest_and_those_stashed() -> None:
-    assert versions(program_of("rank 0: F0 B0 UPDATE")) == (1,)
-    assert versions(program_of("rank 0: STASH0 UPDATE STASH1 UPDATE POP0 STASH2 UPDATE")) == (3,)
+    assert Timeline(program_of("rank 0: F0 B0 UPDATE"), (), ()).versions == (1,)
+    assert Timeline(
+        program_of("rank 0: STASH0 UPDATE STASH1 UPDATE POP0 STASH2 UPDATE"), (), ()
+    ).versions == (3,)
 
 
 def test_computations_and_updates_are_work_and_all_else_is_not() -> None:

@@ -36,11 +36,6 @@ class Images(Protocol):
     def pixels(self, indices: Sequence[int]) -> Pixels: ...
 
 
-def side_to_cut_from(image_size: int) -> int:
-    """Return the side of the squares from which training cuts its images: an eighth more."""
-    return image_size + max(1, image_size // 8)
-
-
 @dataclass(frozen=True)
 class TrainingImages:
     """The global batches to train on: images [rows, 3, size, size] and labels [rows].
@@ -121,12 +116,8 @@ class ImageData(NamedTuple):
 
     def errors(self) -> list[str]:
         """Decode the images, and list the errors of those that cannot be used."""
-        return [
-            error
-            for images in (self.training, self.validation)
-            if isinstance(images, FolderImages)
-            for error in images.errors()
-        ]
+        splits = (self.training, self.validation)
+        return [error for of in splits if isinstance(of, FolderImages) for error in of.errors()]
 
 
 def open_images(
@@ -137,7 +128,8 @@ def open_images(
     validation_fraction  of a folder: about this part is for validation. The synthetic images have their own.
     known                class names of weights: labels count classes as these do, and others are refused.
     """
-    side, classes = side_to_cut_from(image_size), tuple(known)
+    side = image_size + max(1, image_size // 8)  # training cuts its images from squares that are larger
+    classes = tuple(known)
     if source == SYNTHETIC:
         raise_errors(f"images '{source}'", _unknown(CLASS_NAMES, classes))
         classes = classes or CLASS_NAMES

@@ -37,7 +37,9 @@ def check_image(path: Path, side: int) -> None:
     with _opened(path) as image:
         _check_mode(image)
         _check_shape(image)
-        tells = image.format == "PNG" or (image.format == "JPEG" and _ends_as_jpeg(path))
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL))
+            tells = image.format == "PNG" or (image.format == "JPEG" and _JPEG_END in file.read())
         image.verify()
     if not tells:
         decode_image(path, side)
@@ -49,7 +51,13 @@ def _opened(path: Path) -> Iterator["Image"]:
     image_module = pillow()
     try:
         with image_module.open(path) as image:
-            _check_number(image, image_module.MAX_IMAGE_PIXELS)
+            # What Pillow itself warns of; it refuses what is twice as large.
+            (width, height), most = image.size, image_module.MAX_IMAGE_PIXELS
+            if most is not None and width * height > most:
+                raise UserError(
+                    f"is {width} × {height}, more than {most} pixels, which could be a decompression bomb; "
+                    "make it smaller or remove it"
+                )
             yield image
     except UserError as refusal:
         raise UserError(f"{path}: {refusal.title}") from None
@@ -57,12 +65,6 @@ def _opened(path: Path) -> Iterator["Image"]:
     except Exception as error:
         reason = " ".join(str(error).replace(repr(str(path)), "it").split()) or type(error).__name__
         raise UserError(f"{path}: cannot be read as an image ({reason}); repair or remove it") from None
-
-
-def _ends_as_jpeg(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        return _JPEG_END in file.read()
 
 
 def pillow() -> Any:
@@ -81,22 +83,18 @@ def _to_rgb(image: "Image") -> "Image":
     upright: Image = ImageOps.exif_transpose(image)
     _check_mode(upright)
     if upright.mode == "I" or upright.mode.startswith("I;16"):
-        upright = _from_16_bits(upright)
+        values = np.asarray(upright).astype(np.int64)
+        if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+            raise UserError(
+                f"has integer pixels from {values.min()} to {values.max()}, and 16 bits hold 0 to 65535; "
+                "save it with 8 or 16 bits"
+            )
+        upright = pillow().fromarray((values >> 8).astype(np.uint8))
     if "A" in upright.getbands() or "transparency" in upright.info:
         seen = upright.convert("RGBA")
         white = pillow().new("RGBA", seen.size, "white")
         upright = pillow().alpha_composite(white, seen)
     return upright.convert("RGB")
-
-
-def _check_number(image: "Image", most: int | None) -> None:
-    """Refuse what Pillow itself warns of; it refuses what is twice as large."""
-    width, height = image.size
-    if most is not None and width * height > most:
-        raise UserError(
-            f"is {width} × {height}, more than {most} pixels, which could be a decompression bomb; make it "
-            "smaller or remove it"
-        )
 
 
 def _check_mode(image: "Image") -> None:
@@ -113,17 +111,6 @@ def _check_shape(image: "Image") -> None:
             f"is {width} × {height}: one edge is more than {MOST_STRETCHED} times the other, and training "
             "sees only the middle; cut or remove it"
         )
-
-
-def _from_16_bits(image: "Image") -> "Image":
-    values = np.asarray(image).astype(np.int64)
-    if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
-        raise UserError(
-            f"has integer pixels from {values.min()} to {values.max()}, and 16 bits hold 0 to 65535; save it "
-            "with 8 or 16 bits"
-        )
-    scaled: Image = pillow().fromarray((values >> 8).astype(np.uint8))
-    return scaled
 
 
 def _square(image: "Image", side: int) -> Pixels:

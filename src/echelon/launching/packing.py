@@ -37,7 +37,15 @@ def pack(value: object) -> bytes:
     try:
         return _dump(_Pickler, value)
     except _NotImportableError as error:
-        return _dump(_value_pickler(error.name), value)
+        name = error.name
+    try:
+        pickler = _make_value_pickler()
+    except ImportError:
+        raise UserError(
+            f"{name} is defined in a notebook or an interactive session, which no rank can import: install "
+            f"what sends it by value (pip install 'echelon[notebook]'), or {FIX}"
+        ) from None
+    return _dump(pickler, value)
 
 
 def unpack(data: bytes) -> Any:
@@ -109,17 +117,6 @@ _identities: "weakref.WeakKeyDictionary[Any, _Identity]" = weakref.WeakKeyDictio
 _definitions: "weakref.WeakValueDictionary[_Identity, Any]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _Source = tuple[str, list[str], int]  # a file, its lines, their number of letters
-
-
-def _value_pickler(name: str) -> type[pickle.Pickler]:
-    """Return the pickler that packs by value; `name` is what needs it."""
-    try:
-        return _make_value_pickler()
-    except ImportError:
-        raise UserError(
-            f"{name} is defined in a notebook or an interactive session, which no rank can import: install "
-            f"what sends it by value (pip install 'echelon[notebook]'), or {FIX}"
-        ) from None
 
 
 @functools.cache

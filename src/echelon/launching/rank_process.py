@@ -80,7 +80,14 @@ class RankProcess:
         self._output.forward()
         if self._pipe_is_open and self._connection.poll():
             return self._receive()
-        return self._death() if is_dead else None
+        if not is_dead:
+            return None
+        code = self.process.exitcode
+        assert code is not None
+        if code == UNGUARDED_EXIT_CODE and not self._has_joined:
+            reason = "imported a main module that launches ranks"
+            return Failure(self.rank, Kind.DIED, reason, user_error=missing_guard_error())
+        return failure.from_exit_code(self.rank, code, while_starting=not self._has_joined)
 
     def _receive(self) -> Event | None:
         try:
@@ -96,14 +103,6 @@ class RankProcess:
             return Failure(self.rank, Kind.RAISED, reason)
         self._has_joined = True
         return event
-
-    def _death(self) -> Failure:
-        code = self.process.exitcode
-        assert code is not None
-        if code == UNGUARDED_EXIT_CODE and not self._has_joined:
-            reason = "imported a main module that launches ranks"
-            return Failure(self.rank, Kind.DIED, reason, user_error=missing_guard_error())
-        return failure.from_exit_code(self.rank, code, while_starting=not self._has_joined)
 
     def request_stacks(self) -> None:
         """Let the rank write where all its threads are. Before its file exists it has no signal handler."""

@@ -107,7 +107,11 @@ def share_results(value: object) -> list[Any]:
 
     from echelon.launching.group import all_gather_bytes, broadcast_bytes, gather_bytes
 
-    data, error = _try_encode(value)
+    data, error = b"", None
+    try:
+        data = encode(value)
+    except Exception as refusal:  # every rank must learn of it, or the others would wait forever
+        error = refusal
     state = [len(data), None if error is None else str(error) or type(error).__name__]
     states = [json.loads(each) for each in all_gather_bytes(json.dumps(state).encode())]
     if error is not None:
@@ -120,14 +124,6 @@ def share_results(value: object) -> list[Any]:
         return [decode(each) for each in gathered]
     local = {0: first, dist.get_rank(): data}
     return [decode(local[rank]) if rank in local else RemoteResult(rank) for rank in range(len(states))]
-
-
-def _try_encode(value: object) -> tuple[bytes, Exception | None]:
-    """Return the bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
-    try:
-        return encode(value), None
-    except Exception as error:
-        return b"", error
 
 
 def _leave() -> None:

@@ -99,7 +99,9 @@ class Attention(nn.Module):
         self.key = Linear(config.width, config.kv_width, config.bias)
         self.value = Linear(config.width, config.kv_width, config.bias)
         self.output = Linear(config.query_width, config.width, config.bias, std=residual_std(config))
-        self.query_norm, self.key_norm = (_head_norm(config) for _ in range(2))
+        self.query_norm, self.key_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else None for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         query = self._split_heads(self.query(x))
@@ -118,10 +120,6 @@ class Attention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [batch, sequence, heads · head_width] as [batch, heads, sequence, head_width]."""
         return x.reshape(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
-
-
-def _head_norm(config: ModelConfig) -> nn.RMSNorm | None:
-    return nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else None
 
 
 class Block(nn.Module):
@@ -185,30 +183,29 @@ def feed_forward(config: ModelConfig, layer: int, dense: Dense) -> nn.Module:
     gate = make_gate(config.width, experts)
     activation: Activation = "gelu" if config.family == "gpt" else "swiglu"
     routed = Experts(experts.num_experts, config.width, experts.hidden, activation, std=residual_std(config))
-    return MixtureOfExperts(gate, routed, _shared(config, experts, dense))
+    shared = dense(config, experts.shared) if experts.shared else None
+    if shared is not None and experts.shared_gate:
+        shared = SharedExpert(shared, config.width)
+    return MixtureOfExperts(gate, routed, shared)
 
 
 def make_gate(width: int, config: ExpertsConfig) -> Gate:
     """Make the gate of one layer. Fields of the config are arguments of the same name, or of `_ARGUMENTS`."""
     if config.gate == "hierarchical":
-        return _hierarchical(width, config)
+        return HierarchicalGate(
+            width,
+            config.groups,
+            config.num_experts // config.groups,
+            top_groups=config.num_chosen_groups,
+            top_experts=config.top_k // config.num_chosen_groups,
+            importance=config.importance,
+            load=config.load,
+            capacity=config.capacity,
+        )
     top_k = () if config.gate in ("switch", "gshard") else (config.top_k,)  # which choose 1 and 2
     fields = {name: getattr(config, name) for name in GATE_FIELDS[config.gate]}
     arguments = {_ARGUMENTS.get(name, name): value for name, value in fields.items()}
     return _GATES[config.gate](width, config.num_experts, *top_k, **arguments)
-
-
-def _hierarchical(width: int, config: ExpertsConfig) -> Gate:
-    return HierarchicalGate(
-        width,
-        config.groups,
-        config.num_experts // config.groups,
-        top_groups=config.num_chosen_groups,
-        top_experts=config.top_k // config.num_chosen_groups,
-        importance=config.importance,
-        load=config.load,
-        capacity=config.capacity,
-    )
 
 
 _GATES: dict[str, Callable[..., Gate]] = {
@@ -219,13 +216,6 @@ _GATES: dict[str, Callable[..., Gate]] = {
     "sigmoid": SigmoidGate,
 }
 _ARGUMENTS = {"group_top_k": "top_groups"}
-
-
-def _shared(config: ModelConfig, experts: ExpertsConfig, dense: Dense) -> nn.Module | None:
-    if not experts.shared:
-        return None
-    expert = dense(config, experts.shared)
-    return SharedExpert(expert, config.width) if experts.shared_gate else expert
 
 
 @final

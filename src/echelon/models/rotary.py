@@ -32,14 +32,12 @@ class Rotary:
         In `dtype`, but at least float32: at position 100000 a bfloat16 angle is meaningless.
         """
         precise = torch.promote_types(dtype, torch.float32)
-        frequencies = self._frequencies(positions.device, precise)
+        exponents = torch.arange(0, self.head_width, 2, device=positions.device).to(precise) / self.head_width
+        frequencies = self.theta**-exponents
+        if self.scaling is not None:
+            frequencies = _stretch(frequencies, self.scaling)
         turns = positions.to(precise)[:, None] * frequencies
         return turns.cos(), turns.sin()
-
-    def _frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        exponents = torch.arange(0, self.head_width, 2, device=device).to(dtype) / self.head_width
-        frequencies = self.theta**-exponents
-        return frequencies if self.scaling is None else _stretch(frequencies, self.scaling)
 
 
 def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

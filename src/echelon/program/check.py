@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from echelon.errors import UserError
-from echelon.program.grid import Grid, Line, draw, line_text
+from echelon.program.grid import Grid, draw, line_text
 from echelon.program.instruction import COMPUTE, Program
 from echelon.program.readiness import Position, walk
 from echelon.program.rules import (
@@ -77,7 +77,8 @@ def picture(program: Program, errors: Sequence[ProgramError]) -> str:
 def excerpt(grid: Grid, ranks: Collection[int]) -> str:
     """The parts of a grid with a mark; of many ranks, these and their neighbours."""
     blocks = list(grid.blocks(_WIDTH))
-    chosen = [block for block in blocks if _is_marked(block)][:_MOST_BLOCKS] or blocks[:1]
+    marked = [block for block in blocks if any(tick.marked for _, row in block for tick in row)]
+    chosen = marked[:_MOST_BLOCKS] or blocks[:1]
     neighbours = {rank + step for rank in ranks for step in (-1, 0, 1)}
     texts = []
     for block in chosen:
@@ -86,10 +87,6 @@ def excerpt(grid: Grid, ranks: Collection[int]) -> str:
             rows = [(rank, row) for rank, row in rows if rank in neighbours][:_MOST_RANKS]
         texts.append("\n".join([line_text(block[0]), *(line_text(row) for _, row in rows)]))
     return "\n\n".join(texts)
-
-
-def _is_marked(block: tuple[Line, ...]) -> bool:
-    return any(tick.marked for _, row in block for tick in row)
 
 
 def _sketch(program: Program, marked: set[Position]) -> dict[Position, Span]:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from statistics import median
 
 from echelon.errors import UserError
-from echelon.program.instruction import COPIES, RECEIVES, SENDS, Op, Program
+from echelon.program.instruction import COPIES, RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.readiness import BACKWARDS, Position, walk
 from echelon.program.timeline import Seconds, Span, Timeline, work_spans
 
@@ -43,17 +43,13 @@ class Costs:
     def table(self, stages: int) -> dict[Op, Sequence[Seconds]]:
         """The seconds of each kind of instruction at each stage; kinds that take no time are left out."""
         backward = _each(self.backward, stages)
-        half = [_halved(seconds) for seconds in backward]
+        half = [each / 2 if isinstance(each, float) else Fraction(each, 2) for each in backward]
+        halves = {Op.BACKWARD_INPUT: self.backward_input, Op.BACKWARD_WEIGHT: self.backward_weight}
         return {
             Op.FORWARD: _each(self.forward, stages),
             Op.BACKWARD: backward,
-            Op.BACKWARD_INPUT: half if self.backward_input is None else _each(self.backward_input, stages),
-            Op.BACKWARD_WEIGHT: half if self.backward_weight is None else _each(self.backward_weight, stages),
-            Op.REDUCE: _each(self.reduce, stages),
-            Op.TIE: _each(self.tie, stages),
-            Op.NORM: _each(self.norm, stages),
-            Op.UPDATE: _each(self.update, stages),
-            Op.PUBLISH: _each(self.publish, stages),
+            **{op: half if cost is None else _each(cost, stages) for op, cost in halves.items()},
+            **{op: _each(getattr(self, op.name.lower()), stages) for op in (Op.REDUCE, *RANK_LEVEL)},
         }
 
     def copies(self, stages: int) -> dict[Op, Sequence[Seconds]]:
@@ -67,10 +63,6 @@ def _each(cost: Cost, stages: int) -> Sequence[Seconds]:
     if len(cost) != stages:
         raise UserError(f"{len(cost)} costs for {stages} stages: give one number, or one for each stage")
     return cost
-
-
-def _halved(seconds: Seconds) -> Seconds:
-    return seconds / 2 if isinstance(seconds, float) else Fraction(seconds, 2)
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
@@ -134,8 +126,7 @@ class _Lanes:
 
 
 class _Meetings:
-    """The times at which the ranks of a rendezvous have all arrived: computed once, since its ranks share
-    their causes."""
+    """The times at which all ranks of a rendezvous have arrived: once, since its ranks share their causes."""
 
     def __init__(self, ends: Sequence[Sequence[Seconds]]) -> None:
         self._ends = ends

@@ -66,11 +66,24 @@ class Timeline:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        return in_flight(self.program)
+        """For each rank the most (stage, microbatch) pairs whose activations are alive at once.
+
+        They live from the forward to the backward; to the backward for weights, where it has two parts. This
+        follows from the order of the rank's instructions, whatever they cost.
+        """
+        return self._peaks(_ACTIVATIONS)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return versions(self.program)
+        """For each rank the most versions of the weights at once: the newest, and those that are stashed."""
+        return tuple(1 + peak for peak in self._peaks(_STASHED))
+
+    def _peaks(self, change: Mapping[Op, int]) -> tuple[int, ...]:
+        # `accumulate` gives the count after each instruction.
+        return tuple(
+            max(accumulate((change.get(instruction.op, 0) for instruction in instructions), initial=0))
+            for instructions in self.program.ranks
+        )
 
     def spans(self) -> Iterator[Span]:
         """Every instruction, rank by rank."""
@@ -80,28 +93,6 @@ class Timeline:
 
     def _rows(self, rank: int) -> Iterator[tuple[Instruction, Seconds, Seconds]]:
         return zip(self.program.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
-
-
-def in_flight(program: Program) -> tuple[int, ...]:
-    """For each rank the most (stage, microbatch) pairs whose activations are alive at once.
-
-    They live from the forward to the backward; to the backward for weights, where it has two parts. This
-    follows from the order of the rank's instructions, whatever they cost.
-    """
-    return _peaks(program, _ACTIVATIONS)
-
-
-def versions(program: Program) -> tuple[int, ...]:
-    """For each rank the most versions of the weights at once: the newest, and those that are stashed."""
-    return tuple(1 + peak for peak in _peaks(program, _STASHED))
-
-
-def _peaks(program: Program, change: Mapping[Op, int]) -> tuple[int, ...]:
-    # `accumulate` gives the count after each instruction.
-    return tuple(
-        max(accumulate((change.get(instruction.op, 0) for instruction in instructions), initial=0))
-        for instructions in program.ranks
-    )
 
 
 def work_spans(spans: Sequence[Span]) -> list[Span]:

@@ -23,17 +23,14 @@ def _on_each_rank(
 
 def find_version_errors(program: Program) -> Iterator[ProgramError]:
     """A version exists when it is used, and a backward uses that of its forward."""
-    return _on_each_rank(program, lambda work: () if _has_one_version(work) else _versions_of(work))
-
-
-def _has_one_version(instructions: Sequence[Instruction]) -> bool:
-    """Return whether no version is named, and all computations come before the first update."""
-    ops = [instruction.op for instruction in instructions]
-    behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
-    return COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions)
+    return _on_each_rank(program, _versions_of)
 
 
 def _versions_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+    ops = [instruction.op for instruction in instructions]
+    behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
+    if COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions):
+        return  # there is one version
     newest = 0
     stashed: set[tuple[int, int | None]] = set()  # stage and version
     used: dict[tuple[int, int | None], int] = {}  # by stage and microbatch
@@ -135,7 +132,10 @@ def _updates_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
             unpublished = None
         elif instruction.microbatch is None:
             part.add(index, instruction)
-    yield from _without_update(part)
+    for index in {**part.reduces, **part.fresh}.values():
+        yield index, "no UPDATE behind it: its gradient would be lost"
+    for index in (*part.ties, *part.norms):
+        yield index, "no UPDATE behind it: nothing would use its result"
     if unpublished is not None:
         yield unpublished, "no PUBLISH behind it: replicas would keep the old weights"
 
@@ -151,19 +151,8 @@ def _of_round(part: _Round, update: int) -> Iterator[_Reason]:
     for index in part.norms[:1]:
         if index < last_reduce:
             yield index, "a REDUCE of the same UPDATE stands behind it: put NORM behind the last REDUCE"
-    yield from _ties_of(part, last_reduce)
-
-
-def _ties_of(part: _Round, last_reduce: int) -> Iterator[_Reason]:
     for index in part.ties:
         if index < last_reduce:
             yield index, "a REDUCE of the same UPDATE stands behind it: put TIE behind the last REDUCE"
         elif part.norms and index > part.norms[0]:
             yield index, "the NORM of the same UPDATE stands before it: put TIE between REDUCE and NORM"
-
-
-def _without_update(part: _Round) -> Iterator[_Reason]:
-    for index in {**part.reduces, **part.fresh}.values():
-        yield index, "no UPDATE behind it: its gradient would be lost"
-    for index in (*part.ties, *part.norms):
-        yield index, "no UPDATE behind it: nothing would use its result"

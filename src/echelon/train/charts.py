@@ -135,7 +135,11 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     highest = len(_BLOCKS) - 1
     heights = [
-        None if value is None else round((value - low) / (high - low) * highest) if high > low else highest // 2
+        None
+        if value is None
+        else round((value - low) / (high - low) * highest)
+        if high > low
+        else highest // 2
         for value in columns
     ]
     return "".join(" " if block is None else _BLOCKS[block] for block in heights)

@@ -63,7 +63,10 @@ class DataPosition:
         """Read what `as_plain` has made; anything else is a UserError."""
         given: dict[str, Any] = value if isinstance(value, dict) else {}
         listed = given.get("skipped")
-        is_listed = isinstance(listed, list) and all(map(_is_range, listed))
+        is_listed = isinstance(listed, list) and all(
+            isinstance(each, list | tuple) and len(each) == 2 and all(map(_is_number, each))
+            for each in listed
+        )
         ranges = tuple((begin, end) for begin, end in listed or ()) if is_listed else ((0, 0),)
         position = cls(given.get("next_batch", -1), ranges)
         if not _is_number(position.next_batch) or position.skipped != _united(position.skipped):
@@ -84,10 +87,5 @@ def _united(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(result)
 
 
-def _is_range(value: Any) -> bool:
-    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
-    return is_pair and value[0] < value[1]
-
-
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63

@@ -27,8 +27,8 @@ class Logbook:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._steps: list[Stepped] = []
-        self._evaluations: list[Evaluated] = []
+        self._steps: list[Stepped]
+        self._evaluations: list[Evaluated]
         self._started: Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
         self._metrics = folder.path / METRICS
@@ -45,13 +45,13 @@ class Logbook:
             case Audited():
                 self._audit = event.results
             case Stepped():
-                self._keep(event)
+                self._steps.append(event)
                 self._line(event)
                 self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
                 for gate in event.experts:
                     self._scalars(event.step, **{f"entropy/{gate.gate}": gate.entropy})
             case Evaluated():
-                self._keep(event)
+                self._evaluations.append(event)
                 self._line(event)
                 self._scalars(event.step, validation_loss=event.loss)
                 if event.accuracy is not None:
@@ -75,7 +75,13 @@ class Logbook:
     def close(self) -> None:
         """Draw the loss of the steps that there are."""
         if self._steps:
-            self._folder.write("loss.svg", self._picture())
+            marks: dict[str, Sequence[Stepped | Evaluated]] = {
+                "training": self._steps,
+                "validation": self._evaluations,
+            }
+            series = [Series(n, [e.step for e in of], [e.loss for e in of]) for n, of in marks.items() if of]
+            unit = f"nats per {self._unit.removesuffix('s')}"
+            self._folder.write("loss.svg", line_chart(series, "Loss", "step", unit))
             if self._steps[-1].experts:
                 self._folder.write("experts.svg", expert_picture(self._steps))
         if self._board is not None:
@@ -106,12 +112,6 @@ class Logbook:
             ],
         }
 
-    def _keep(self, event: Stepped | Evaluated) -> None:
-        if isinstance(event, Stepped):
-            self._steps.append(event)
-        else:
-            self._evaluations.append(event)
-
     def _cut(self, step: int) -> None:
         """Forget what came after `step`: it is trained again."""
         self._steps = [event for event in self._steps if event.step <= step]
@@ -127,9 +127,9 @@ class Logbook:
 
     def _read(self) -> None:
         """Begin with what the folder has."""
-        self._steps, self._evaluations = [], []
-        for event in read_metrics(self._metrics):
-            self._keep(event)
+        events = read_metrics(self._metrics)
+        self._steps = [event for event in events if isinstance(event, Stepped)]
+        self._evaluations = [event for event in events if isinstance(event, Evaluated)]
         self._num_rollbacks = count_rollbacks(self._metrics)
 
     def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
@@ -141,13 +141,6 @@ class Logbook:
         with explain_os_errors(self._folder.path):
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
-
-    def _picture(self) -> str:
-        series = [Series("training", [s.step for s in self._steps], [s.loss for s in self._steps])]
-        if self._evaluations:
-            marks = self._evaluations
-            series.append(Series("validation", [e.step for e in marks], [e.loss for e in marks]))
-        return line_chart(series, "Loss", "step", f"nats per {self._unit.removesuffix('s')}")
 
     @property
     def _unit(self) -> str:

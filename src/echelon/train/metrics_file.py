@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,14 @@ def line_of(event: Stepped | Evaluated) -> str:
 
 def step_of(line: str) -> int | None:
     """The step of a line of a step or of an evaluation; None for any other text."""
-    entry = _entry(line)
-    event = None if entry is None else _event(entry)
+    event = _event(_entry(line) or {})
     return None if event is None else event.step
 
 
 def read_metrics(path: Path) -> list[Stepped | Evaluated]:
     """The events of a file, in order. Lines that cannot be read are left out: a process that was killed may
     have left half a line."""
-    events = []
-    for entry in _entries(path):
-        event = _event(entry)
-        if event is not None:
-            events.append(event)
-    return events
+    return [event for event in map(_event, _entries(path)) if event is not None]
 
 
 def last_step(path: Path) -> int:
@@ -53,8 +47,7 @@ def last_step(path: Path) -> int:
 def metrics_until(path: Path, step: int) -> str:
     """The lines of a file, but for those of later steps and those that cannot be read. A rollback stays: what
     it leaves out is left out also by a training that goes on from an earlier step."""
-    entries = (entry for entry in _entries(path) if _is_rollback(entry) or not _is_after(entry, step))
-    return "".join(f"{strict_json.dump(entry)}\n" for entry in entries)
+    return _text(entry for entry in _entries(path) if _is_rollback(entry) or not _is_after(entry, step))
 
 
 def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
@@ -67,14 +60,17 @@ def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
 
 
 def metrics_with_rollbacks(path: Path, rollbacks: Sequence[RolledBack]) -> str | None:
-    """Return what a file should have that lacks some of these, each before the steps that came after it; None
-    if it has them."""
+    """Return what a file should have: each of these before the steps that came after it; None if it has."""
     entries, added = list(_entries(path)), [entry_of(each) for each in rollbacks]
     missing = [entry for entry in added if entry not in entries]
     for entry in missing:
         later = (at for at, each in enumerate(entries) if _is_after(each, entry["step"]))
         entries.insert(next(later, len(entries)), entry)
-    return "".join(f"{strict_json.dump(entry)}\n" for entry in entries) if missing else None
+    return _text(entries) if missing else None
+
+
+def _text(entries: Iterable[dict[str, Any]]) -> str:
+    return "".join(f"{strict_json.dump(entry)}\n" for entry in entries)
 
 
 def count_rollbacks(path: Path) -> int:
@@ -113,19 +109,16 @@ def _event(entry: dict[str, Any]) -> Stepped | Evaluated | None:
     if kind is None:
         return None
     names = [field.name for field in dataclasses.fields(kind)]
-    values = {name: _number(value) for name, value in entry.items() if name in names}
+    # What is not finite is written as null.
+    values: dict[str, Any] = {n: math.nan if v is None else v for n, v in entry.items() if n in names}
     try:
         if "experts" in values:
-            values["experts"] = tuple(_gate(gate) for gate in values["experts"])
+            gates = values["experts"]
+            values["experts"] = tuple(
+                GateLoad(each["gate"], tuple(each["tokens"]), each["dropped"], each["entropy"])
+                for each in gates
+            )
         event: Stepped | Evaluated = kind(**values)
     except (KeyError, TypeError):
         return None
     return event if isinstance(event.step, int) else None
-
-
-def _number(value: Any) -> Any:
-    return math.nan if value is None else value  # what is not finite is written as null
-
-
-def _gate(entry: dict[str, Any]) -> GateLoad:
-    return GateLoad(entry["gate"], tuple(entry["tokens"]), entry["dropped"], entry["entropy"])

@@ -18,7 +18,7 @@ from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
 from echelon.train.jobs.job import Job, as_plain
 from echelon.train.logbook import Logbook
 from echelon.train.runs.preempted import Preempted
-from echelon.train.runs.run_folder import RunFolder, explain_os_errors
+from echelon.train.runs.run_folder import FINISHED, PREEMPTED, RunFolder, explain_os_errors
 
 Show = Callable[[Event], None]
 
@@ -44,12 +44,10 @@ class Run:
         self.show(event)
 
     def finish(self) -> dict[str, Any]:
-        with host_work(
-            "the picture of the loss"
-        ):  # under torchrun this is rank 0, and others may wait for it
+        with host_work("the picture of the loss"):  # rank 0 of torchrun, for which others may wait
             self.logbook.close()
         summary = {"run": str(self.folder.path), **self.logbook.summary()}
-        self.folder.mark("finished", {"summary": summary})
+        self.folder.mark(FINISHED, {"summary": summary})
         return summary
 
     def break_off(self, error: BaseException) -> None:
@@ -60,18 +58,15 @@ class Run:
         with suppress(UserError):  # a full disk must not hide the error
             self.logbook.close()
         if isinstance(error, Preempted):
-            self._preempt(error)
+            with suppress(UserError):
+                self.folder.mark(PREEMPTED, {"reason": str(error)})
+            saved = f"step {error.step} was the last, and is saved" if error.step else "no step was made"
+            error.add_note(f"{saved}; go on with: echelon train --resume {self.folder.path}")
             return
         self.folder.fail(f"{type(error).__name__}: {error}")
         last = self.logbook.last_step
         done = f"step {last} was the last" if last else "no step was made"
         error.add_note(f"{done}; the run is in {self.folder.path}")
-
-    def _preempt(self, error: Preempted) -> None:
-        with suppress(UserError):
-            self.folder.mark("preempted", {"reason": str(error)})
-        saved = f"step {error.step} was the last, and is saved" if error.step else "no step was made"
-        error.add_note(f"{saved}; go on with: echelon train --resume {self.folder.path}")
 
 
 @contextmanager
@@ -79,7 +74,10 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
     """A new run, or that in `path`. If anything is raised inside, it is marked as failed or preempted, or
     removed if it never began. `launch` names the processes that started the ranks, if that is torchrun.
     """
-    about = {**_about(job), "launch": list(launch)} if launch else _about(job)
+    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    about = {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
+    if launch:
+        about["launch"] = list(launch)
     folder = RunFolder.create(Path(job.out), job.name, about) if path is None else RunFolder(path)
     with locked(folder.path):
         if path is not None:
@@ -97,12 +95,6 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
         except BaseException as error:
             run.break_off(error)
             raise
-
-
-def _about(job: Job) -> dict[str, Any]:
-    """Return the entries of run.json at the start of a run."""
-    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
 
 
 # One process at a time trains in a run folder: a lock that the system releases when the process ends.

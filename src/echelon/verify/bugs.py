@@ -72,8 +72,7 @@ def alter(
 
 
 def _asked_subjects(ledger: Ledger) -> list[str]:
-    """The subjects that the code around a message names, the innermost last. The ledger itself may be told to
-    enter all of them under another one, as audits do."""
+    """The subjects that the code around a message names, innermost last. (An audit's ledger has another.)"""
     asked: list[str] = []
 
     def make(about: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -95,20 +94,17 @@ def _asked_subjects(ledger: Ledger) -> list[str]:
 def lose(message: Message) -> Work:
     """Nothing is sent. Each rank goes on with its own part of a sum; what was to be gathered stays as it was,
     and of rows only this rank's own come."""
+    rank = message.group.rank
     if message.rows is not None:
-        _take_own_rows(message, *message.rows)
+        # A rank's rows to itself lie behind those to earlier ranks, and come behind those from them.
+        (incoming, outgoing), (coming, sent) = message.tensors, message.rows
+        to, start = sum(coming[:rank]), sum(sent[:rank])
+        incoming.zero_()
+        incoming[to : to + coming[rank]] = outgoing[start : start + sent[rank]]
     elif len(message.tensors) == 2 and message.tensors[0].numel() < message.tensors[1].numel():
         part, whole = message.tensors
-        part.copy_(whole.view(message.group.size, -1)[message.group.rank].view_as(part))
+        part.copy_(whole.view(message.group.size, -1)[rank].view_as(part))
     return CompletedWork()
-
-
-def _take_own_rows(message: Message, coming: list[int], sent: list[int]) -> None:
-    """A rank's rows to itself lie behind those to earlier ranks, and come behind those from them."""
-    (incoming, outgoing), rank = message.tensors, message.group.rank
-    to, start = sum(coming[:rank]), sum(sent[:rank])
-    incoming.zero_()
-    incoming[to : to + coming[rank]] = outgoing[start : start + sent[rank]]
 
 
 def then(act: Callable[[Message], None]) -> Change:
@@ -156,8 +152,7 @@ def roll_targets(engine: Engine) -> bool:
 
 
 def sum_whole_logits(engine: Engine) -> bool:
-    """The sum over the vocabulary is added up over ranks, as if each had not all of it already: every loss is
-    larger by the logarithm of their number."""
+    """Ranks add up their sums over the vocabulary, which are whole: losses grow by the logarithm of ranks."""
 
     def multiply(message: Message) -> None:
         (numbers,) = message.tensors
@@ -198,11 +193,8 @@ def keep_norms_apart(engine: Engine) -> bool:
 
 def count_first_shard(engine: Engine) -> bool:
     """Only the first rank counts its part of weights that are split over tensor ranks, and of experts."""
-    position = engine.mesh.position
-    for sharing in engine._local.sharings:
-        of = sharing.parameter_set
-        is_expert = of.name == "experts"
-        if (engine.mesh.group("expert").rank if is_expert else position.tensor) > 0:
+    for of in (sharing.parameter_set for sharing in engine._local.sharings):
+        if engine.mesh.group("expert" if of.name == "experts" else "tensor").rank > 0:
             vars(of)["uncounted"] = frozenset(of.parameters.values())
     return True
 
@@ -225,11 +217,8 @@ def _wrappers(engine: Engine, kind: type[W]) -> Iterator[W]:
 
 def count_positions_from_zero(engine: Engine) -> bool:
     """The positions of each rank's part of a sequence begin at 0."""
-
-    def positions(length: int, device: torch.device) -> Tensor:
-        return torch.arange(length, device=device)
-
-    replace_method(engine._runner._layers.view, "positions", lambda _: positions)
+    view = engine._runner._layers.view
+    replace_method(view, "positions", lambda _: lambda length, device: torch.arange(length, device=device))
     return True
 
 
@@ -254,9 +243,7 @@ def weigh_norms_alike(engine: Engine) -> bool:
 def drop_again(engine: Engine) -> bool:
     """A layer that runs again for the backward pass draws new dropout masks."""
 
-    def make(wrapper: RecomputedLayer) -> Callable[..., Any]:
-        inner = wrapper.inner
-
+    def make(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             position = current()
             if position is None or not is_in_backward():
@@ -268,7 +255,7 @@ def drop_again(engine: Engine) -> bool:
 
     layers = list(_wrappers(engine, RecomputedLayer))
     for layer in layers:
-        layer._next = make(layer)
+        layer._next = make(layer.inner)
     return bool(layers)
 
 

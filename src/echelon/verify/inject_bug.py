@@ -2,7 +2,6 @@
 that can have them. What each breaks is in `bugs` and `sum_bugs`, where it was reported in docs/verify.md.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from echelon.errors import UserError, did_you_mean
 from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.plan import Plan
 from echelon.verify import bugs, sum_bugs
-from echelon.verify.case import Case
 
 Bug = Callable[[Engine], object]
 
@@ -197,8 +195,3 @@ def inject(bug: str | Bug, engine: Engine, *, silently: bool = False) -> None:
     if silently:
         engine._runner._same_gradients = True
         engine._setup.observers.remove_kind(SecondRunCheck)
-
-
-def unaudited(case: Case) -> Case:
-    """The contract is to find a bug by itself."""
-    return dataclasses.replace(case, options=case.options | {"audit": "off"})

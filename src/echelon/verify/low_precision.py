@@ -44,8 +44,7 @@ _FLOAT32_ROUNDING = 2.0**-20  # of a number, by sums in another order: a few tim
 
 
 class Distance(NamedTuple):
-    """The distance of the plan from one device in its type, the distance of that from float32, and what is
-    allowed."""
+    """The distance of the plan from one device in its type, the distance of that from float32, the bound."""
 
     plan: float
     rounding: float
@@ -188,8 +187,10 @@ def compare_low_precision(
         plan = _combine(plan_norms[name] for name in names)
         groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding, unit), plan.resolution))
         for name in names:
-            own = max(norms.get(name, _NEAR).distance for norms in samples)
-            tensors[name] = _tensor_distance(plan_norms[name], own, rounding, unit)
+            # A tensor may be small: chance moves its distances more than those of its kind.
+            own, measured = max(norms.get(name, _NEAR).distance for norms in samples), plan_norms[name]
+            allowed = 4 * _allowed(max(own, rounding), unit) if own else 0.0
+            tensors[name] = Distance(measured.distance, own, max(allowed, measured.resolution))
     drift = _bounded_drift(groups, steps, ran.precision)
     numbers = _number_distances(results[0], rounded, near, against, unit, drift)
     return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
@@ -201,8 +202,7 @@ def rounding_of(precision: str) -> float:
 
 
 def _bounded_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> float:
-    """Return how far rounding has driven the training apart; refuse a comparison in which that is as large as
-    a bug.
+    """Return how far rounding has driven the training apart; refuse it where that is as large as a bug.
 
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.
     """
@@ -224,26 +224,17 @@ def _kind(name: str, start: Mapping[str, Tensor]) -> str:
 
 
 def _origin(name: str, start: Mapping[str, Tensor]) -> Tensor:
-    """Return the values from which training began: of a weight or its master the start, of optimizer state
-    zero."""
+    """Return the values from which training began: the start of a weight or its master, else zero."""
     weight = start.get(name.removesuffix(f" {MASTER}"))
     return torch.zeros(()) if weight is None else _real(weight)
 
 
 def _allowed(rounding: float, unit: float) -> float:
-    """Return the allowed distance of many elements together: three times what rounding does, and four
-    roundings of a number (`unit`).
+    """Allow many elements together three times what rounding does, and four roundings of a number (`unit`).
 
     What rounding does not change, like counters and frozen weights, the plan may not change either.
     """
     return 3 * rounding + 4 * unit if rounding else 0.0
-
-
-def _tensor_distance(plan: _Norms, rounding: float, group: float, unit: float) -> Distance:
-    """Return the allowed distance of one tensor, which may be small: chance moves its distances more than
-    those of its kind."""
-    allowed = 4 * _allowed(max(rounding, group), unit) if rounding else 0.0
-    return Distance(plan.distance, rounding, max(allowed, plan.resolution))
 
 
 def _number_distances(
@@ -254,9 +245,8 @@ def _number_distances(
     unit: float,
     drift: float,
 ) -> dict[str, Distance]:
-    """Return the allowed distance of each number of each step. Differences grow from step to step, and so
-    does what is allowed. By chance rounding changes a single number less than the training that it comes
-    from: by `drift`, after updates."""
+    """Differences of numbers grow from step to step, and so does what is allowed. By chance rounding changes
+    a single number less than the training that it comes from: by `drift`, after updates."""
     distances = {}
     plan_lists, rounded_lists, *near_lists = (number_lists(r, against) for r in (result, rounded, *near))
     for name, expected in rounded_lists.items():

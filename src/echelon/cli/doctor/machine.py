@@ -36,7 +36,11 @@ def examine_machine() -> Section:
             "processor": lambda: [Finding("processor", hardware.cpu_model())],
             "cores": lambda: [judge_cores(hardware.usable_cores())],
             "memory": lambda: [judge_memory(hardware.total_memory(), hardware.available_memory())],
-            "shared memory": lambda: [judge_shared_memory(_shared_memory_bytes())],
+            "shared memory": lambda: [
+                judge_shared_memory(
+                    shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
+                )
+            ],
             "disk": lambda: [judge_disk(shutil.disk_usage(Path.cwd()).free)],
             "open files": lambda: [judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         },
@@ -88,10 +92,6 @@ def judge_open_files(limit: int) -> Finding:
     return _judge("open files", f"at most {limit}", limit, limit >= _MIN_OPEN_FILES, remark)
 
 
-def _shared_memory_bytes() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
-
-
 def _cuda() -> list[Finding]:
     import torch
 
@@ -99,19 +99,19 @@ def _cuda() -> list[Finding]:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
-        return [_cuda_device(index) for index in range(torch.cuda.device_count())]
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [
+            Finding(
+                f"CUDA device {index}",
+                f"{each.name}, {show_bytes(each.total_memory)}, capability {each.major}.{each.minor}",
+                number=each.total_memory,
+            )
+            for index, each in enumerate(devices)
+        ]
     if warned:
         return [Finding("CUDA devices", "none", "warn", str(warned[0].message))]
     build = "this torch is built without CUDA" if torch.version.cuda is None else "no device was found"
     return [Finding("CUDA devices", "none", "note", f"{build}; training runs on the CPU")]
-
-
-def _cuda_device(index: int) -> Finding:
-    import torch
-
-    device = torch.cuda.get_device_properties(index)
-    value = f"{device.name}, {show_bytes(device.total_memory)}, capability {device.major}.{device.minor}"
-    return Finding(f"CUDA device {index}", value, number=device.total_memory)
 
 
 def _backends() -> list[Finding]:

@@ -81,11 +81,8 @@ def render(report: Report) -> "RenderableType":
             mark, remark = Text(*_MARKS[finding.status]), Text(finding.remark, "dim")
             table.add_row(mark, Text(finding.name), Text(finding.value), remark)
         table.add_row()
-    return Group(table, Text(*_last_line(len(report.warnings))))
-
-
-def _last_line(warnings: int) -> tuple[str, str]:
-    if warnings == 0:
-        return "No problems found.", "green"
-    count = "1 warning" if warnings == 1 else f"{warnings} warnings"
-    return f"{count}: see the lines with !", "yellow"
+    number = len(report.warnings)
+    if number == 0:
+        return Group(table, Text("No problems found.", "green"))
+    count = "1 warning" if number == 1 else f"{number} warnings"
+    return Group(table, Text(f"{count}: see the lines with !", "yellow"))

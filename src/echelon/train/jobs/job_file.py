@@ -49,13 +49,10 @@ def read_values(values: dict[str, Any], settings: Iterable[str], plan: str | Non
         by_settings = {setting.partition("=")[0] for setting in settings}
         has_other_errors = bool(invalid) or not unread.keys() <= by_settings
         if errors or not unread.keys().isdisjoint(by_settings):
-            subject = _with_settings(subject) if has_other_errors else _SETTINGS
+            has_file = has_other_errors and subject != _SETTINGS
+            subject = f"{subject} and {_SETTINGS}" if has_file else _SETTINGS
         raise_errors(subject, [*errors, *unread.values(), *invalid])
     return job
-
-
-def _with_settings(subject: str) -> str:
-    return subject if subject == _SETTINGS else f"{subject} and {_SETTINGS}"
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -155,7 +152,7 @@ def _key(error: Any) -> str:
 def _explain(error: Any, values: dict[str, Any]) -> str:
     path, key, value = _path(error), _key(error), error["input"]
     if error["type"] == "dataclass_type":
-        return f"{key}={value}: {_table_fix(key)}{_plan_fix(key, value)}"
+        return f"{key}={value}: {key} is a table, like {key}.{keys_at([key])[0]}=…{_plan_fix(key, value)}"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         fix = _plan_fix(key, value) or did_you_mean(path[-1], keys_at(path[:-1]))
         return f"{key}: there is no such key{fix}"
@@ -167,10 +164,6 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
     if error["type"] == "int_parsing_size":
         return f"{key}={value!r}: must be an integer of fewer digits"
     return f"{key}={value!r}: must be {rule_of(path)}"
-
-
-def _table_fix(key: str) -> str:
-    return f"{key} is a table, like {key}.{keys_at([key])[0]}=…"
 
 
 def _plan_fix(key: str, value: Any) -> str:
@@ -192,10 +185,7 @@ _OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, 
 
 def keys_at(path: list[str]) -> list[str]:
     """The keys that a job knows under `path`."""
-    kind: Any = Job()
-    for name in path:
-        kind = getattr(kind, name)
-    return [entry.name for entry in dataclasses.fields(kind)]
+    return [entry.name for entry in dataclasses.fields(reduce(getattr, path, Job()))]
 
 
 def rule_of(path: list[str]) -> str:

@@ -17,7 +17,6 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
@@ -42,10 +41,10 @@ class Trouble(NamedTuple):
 class SpikeWatch:
     """Judges the losses of a training, one step after the other."""
 
-    def __init__(self, factor: float, window: int, losses: Iterable[float] = ()) -> None:
-        """`factor` 0: nothing is a spike. `losses`: those of the last steps, of a training that goes on."""
+    def __init__(self, factor: float, window: int) -> None:
+        """`factor` 0: nothing is a spike."""
         self._factor = factor
-        self._losses: deque[float] = deque(losses, maxlen=window)
+        self._losses: deque[float] = deque(maxlen=window)
 
     @property
     def is_on(self) -> bool:
@@ -71,29 +70,21 @@ class SpikeWatch:
         """Read what `as_plain` has made; without anything that can be read, losses are gathered again."""
         losses = value if isinstance(value, list) else []
         self._losses.clear()
-        self._losses.extend(float(each) for each in losses if _is_loss(each))
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        self._losses.extend(
+            float(each) for each in losses if type(each) in (int, float) and math.isfinite(each)
+        )
 
 
 SKIPPED = "skipped_batches.json"
 
 
 class Checkpoints(Protocol):
-    """The checkpoints of a run, as far as this needs them."""
+    """The checkpoints of a run, as far as this needs them (train/checkpoints.py)."""
 
     @property
-    def num_rollbacks(self) -> int:
-        """The number of rollbacks of the run."""
-
-    def can_roll_back(self, step: int) -> bool:
-        """Return whether there is a checkpoint from before `step`."""
-
-    def roll_back(self, trouble: Trouble) -> RolledBack:
-        """Load the newest whole checkpoint from before the trouble; leave out all batches from there up to
-        that of its last step."""
+    def num_rollbacks(self) -> int: ...
+    def can_roll_back(self, step: int) -> bool: ...
+    def roll_back(self, trouble: Trouble) -> RolledBack: ...
 
 
 class LossSpikeError(Exception):
@@ -114,18 +105,15 @@ class Rollbacks:
     def after(self, error: LossSpikeError | NonfiniteError) -> RolledBack:
         """Go back, or raise a UserError: `error`, if it is one."""
         if isinstance(error, LossSpikeError):
-            return self._after_spike(error.trouble)
-        last = error.step + 1
-        trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
+            trouble = error.trouble
+        else:
+            last = error.step + 1
+            trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
         reason = self._why_not(trouble) if self._job.spike_factor else ""
         if reason is None:
             return self._checkpoints.roll_back(trouble)
-        raise error if not reason else NonfiniteError(f"{error}; {reason}")
-
-    def _after_spike(self, trouble: Trouble) -> RolledBack:
-        reason = self._why_not(trouble)
-        if reason is None:
-            return self._checkpoints.roll_back(trouble)
+        if isinstance(error, NonfiniteError):
+            raise NonfiniteError(f"{error}; {reason}") if reason else error
         raise UserError(
             f"{trouble.reason}; {reason}; lower optimizer.learning_rate (now "
             f"{self._job.optimizer.learning_rate}), raise optimizer.warmup, or raise spike_factor (now "
@@ -163,8 +151,7 @@ class SkippedBatches(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "SkippedBatches":
-        """Read the file of a run; without one, nothing was skipped. A UserError if it is not what a training
-        has written."""
+        """Read the file of a run; without one, nothing was skipped. Anything else in it is a UserError."""
         try:
             return cls.parse(parse_json(read_regular(path, MOST_BYTES))) if path.exists() else cls()
         except ValueError as error:  # also a UserError, of a file that cannot be read
@@ -176,18 +163,14 @@ class SkippedBatches(NamedTuple):
     @classmethod
     def parse(cls, value: Any) -> "SkippedBatches":
         number = value.get("rollbacks") if isinstance(value, dict) else None
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < math.inf:
+        if type(number) is not int or number < 0:
             raise ValueError("rollbacks must be a number from 0")
         position = DataPosition.parse({"next_batch": 0, "skipped": value.get("skipped")})
         listed = value.get("events")
-        events = map(_event, listed if isinstance(listed, list) else ())
-        return cls(number, position.skipped, tuple(each for each in events if each is not None))
-
-
-def _event(value: Any) -> RolledBack | None:
-    """None for what no training has written: it costs a line of metrics.jsonl."""
-    kinds = {field.name: str if field.name == "reason" else int for field in dataclasses.fields(RolledBack)}
-    if not isinstance(value, dict) or value.keys() != kinds.keys():
-        return None
-    is_event = all(type(value[name]) is kind for name, kind in kinds.items())
-    return RolledBack(**value) if is_event else None
+        kinds = {field.name: field.type for field in dataclasses.fields(RolledBack)}
+        events = [  # what no training has written costs a line of metrics.jsonl
+            RolledBack(**each)
+            for each in (listed if isinstance(listed, list) else ())
+            if isinstance(each, dict) and {name: type(content) for name, content in each.items()} == kinds
+        ]
+        return cls(number, position.skipped, tuple(events))

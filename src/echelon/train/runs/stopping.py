@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import final
 
 import torch.distributed as dist
@@ -72,9 +72,7 @@ class StopRequest:
             self._undo = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
         self._undo.close()
         if kind is None:

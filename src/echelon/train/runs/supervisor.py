@@ -238,7 +238,7 @@ class _Faults:
         self._number, self._saved = 0, self._newest(job)
 
     def add(self, error: RankFailed, fitted: Job) -> None:
-        """Tell of a fault of ranks of a job; raises it again where it is one too many."""
+        """Tell of a fault; raises it again where it is one too many."""
         saved = self._newest(fitted)
         if saved > self._saved:
             self._number, self._saved = 0, saved
