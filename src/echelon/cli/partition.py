@@ -55,7 +55,7 @@ def partition(
     """Split a profile's layers into the fastest stages with replicas, by a cost model."""
     from echelon.planner import partition as solve
     from echelon.planner import read_profile
-    from echelon.planner.cluster import read_bandwidths, read_workers
+    from echelon.planner.cost import read_bandwidths, read_workers
     from echelon.planner.partitioning import argument_errors
 
     errors: list[str] = []

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from echelon.errors import UserError, raise_errors
-from echelon.planner.cluster import Level, cluster_errors, make_levels
-from echelon.planner.cost import Bytes, CostModel, Echelon, StagePosition
+from echelon.planner.cost import Bytes, CostModel, Echelon, Level, StagePosition, cluster_errors, make_levels
 from echelon.planner.graph import Node, Profile, find_states, stage_of_layers
 from echelon.planner.solver import MemorySolver, Piece, Problem, TimeSolver
 

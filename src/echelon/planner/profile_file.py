@@ -18,7 +18,7 @@ from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
-from echelon.program.load import read_text_file
+from echelon.program.build import read_text_file
 from echelon.state.bounded_json import parse_json
 
 FORMAT, VERSION = "echelon-profile", 1

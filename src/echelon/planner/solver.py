@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echelon.planner.cluster import Level
-from echelon.planner.cost import Bytes, CostModel, StagePosition
+from echelon.planner.cost import Bytes, CostModel, Level, StagePosition
 from echelon.planner.dynamic import (
     MOST_NUMBERS,
     Costs,

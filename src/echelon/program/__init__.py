@@ -1,6 +1,6 @@
 """A step as a program: instructions, schedules, lowering, check, simulation. Pure: no torch, no device."""
 
-from echelon.program.build import build
+from echelon.program.build import build, complete, load_schedule
 from echelon.program.check import check
 from echelon.program.instruction import (
     AFTER_FORWARDS,
@@ -13,7 +13,6 @@ from echelon.program.instruction import (
     Op,
     Program,
 )
-from echelon.program.load import complete, load_schedule
 from echelon.program.lower import (
     add_copies,
     add_gathers,

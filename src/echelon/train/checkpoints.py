@@ -16,12 +16,10 @@ from echelon.collectives.agreement import decide_on_rank_0
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.state.checkpoint.folder import CheckpointFolder
-from echelon.train.data_position import DataPosition
-from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Stepped
+from echelon.train.events import FROM_DISK, METRICS, Evaluated, Event, RolledBack, Stepped, line_of, step_of
 from echelon.train.jobs.job import Job
-from echelon.train.metrics_file import METRICS, line_of, step_of
 from echelon.train.runs.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
-from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches, SpikeWatch, Trouble
+from echelon.train.runs.rollbacks import SKIPPED, DataPosition, SkippedBatches, SpikeWatch, Trouble
 from echelon.train.runs.run_folder import RunFolder
 from echelon.update.nonfinite import NonfiniteError
 

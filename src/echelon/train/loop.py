@@ -19,10 +19,20 @@ from echelon.launching import host_work
 from echelon.nn.initialization.initial_values import deferred
 from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
-from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
+from echelon.train.events import (
+    METRICS,
+    Audited,
+    Evaluated,
+    Event,
+    GateLoad,
+    Noted,
+    Sampled,
+    Started,
+    Stepped,
+    last_step,
+)
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
-from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.runs.stopping import StopRequest
 from echelon.train.task import Task, open_task

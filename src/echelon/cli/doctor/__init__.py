@@ -26,9 +26,14 @@ def doctor(as_json: Json = False) -> None:
 
 def examine() -> "Report":
     """Examine this machine; takes a few seconds, most of them for measuring."""
-    from echelon.cli.doctor.machine import examine_devices, examine_extras, examine_machine, examine_versions
+    from echelon.cli.doctor.machine import (
+        examine_devices,
+        examine_extras,
+        examine_machine,
+        examine_speed,
+        examine_versions,
+    )
     from echelon.cli.doctor.report import Report
-    from echelon.cli.doctor.speed import examine_speed
 
     sections = examine_versions, examine_machine, examine_devices, examine_speed, examine_extras
     return Report(tuple(examine_section() for examine_section in sections))

@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan import FIELDS
-from echelon.program.load import read_text_file
+from echelon.program.build import read_text_file
 from echelon.state.checkpoint.folder import RUN_FILE
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_rules import job_errors
