@@ -25,8 +25,7 @@ from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.program import Program, Span, build, simulate
-from echelon.program.simulate import measured_costs
-from echelon.program.timeline import bubble_of
+from echelon.program.simulate import bubble_of, measured_costs
 from echelon.train.rehearsal import Batch, by_step, make_batch, make_engine
 
 _RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample per microbatch

@@ -1,6 +1,7 @@
 """Whole programs by name: one stage, several, with gathers and tied weights."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from echelon.program import (
     build,
     check,
     forward_only,
-    load,
     load_schedule,
     show,
 )
-from echelon.program.build import step_program
+from echelon.program.build import read_text_file, step_program
 from echelon.train.jobs.job_file import read_job
 
 
@@ -316,9 +316,9 @@ def test_a_file_without_an_end_is_not_read(tmp_path: Path, read: Callable[[Path]
 
 
 def test_the_longest_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MOST_CHARACTERS", 3)
+    monkeypatch.setattr(sys.modules["echelon.program.build"], "MOST_CHARACTERS", 3)
     (tmp_path / "a").write_text("äöü", encoding="utf-8")
-    assert load.read_text_file(tmp_path / "a") == "äöü"
+    assert read_text_file(tmp_path / "a") == "äöü"
     (tmp_path / "a").write_text("äöüß", encoding="utf-8")
     with pytest.raises(OSError, match="more than 3 characters"):
-        load.read_text_file(tmp_path / "a")
+        read_text_file(tmp_path / "a")

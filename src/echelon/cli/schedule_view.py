@@ -18,7 +18,7 @@ from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
 from echelon.program import Op, Program, Span, Timeline, grid, show
 from echelon.program.picture import Panel, draw_together
-from echelon.program.timeline import WORK
+from echelon.program.simulate import WORK
 from echelon.quantities import show_seconds
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ class SimulatedSchedule:
         _display_spans(screen, list(line.spans()), len(line.program.ranks))
 
     def panels(self) -> list[Panel]:
-        """Draw the timeline."""
         line = self.line
         kept = f"in flight {_listed(line.in_flight)}"
         if max(line.versions) > 1:

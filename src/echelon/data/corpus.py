@@ -251,5 +251,4 @@ def _join(texts: list[bytes]) -> Tokens:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """Return the error of a path that cannot be read."""
     return f"'{path}' cannot be read ({error.strerror or error}): give this user the right to read it"

@@ -56,7 +56,6 @@ class SyntheticImages:
 
 
 def draw(indices: Sequence[int], labels: npt.NDArray[np.int64], is_validation: bool, side: int) -> Pixels:
-    """Draw images of these numbers and classes."""
     if not len(indices):
         return np.empty((0, 3, side, side), np.uint8)
     streams = [np.random.default_rng([int(is_validation), index]) for index in indices]
@@ -178,13 +177,11 @@ class ValidationImages:
 
 
 def middle(square: Pixels, size: int) -> Pixels:
-    """Cut out the middle of images."""
     start = (square.shape[-1] - size) // 2
     return square[..., start : start + size, start : start + size]
 
 
 def to_numbers(pixels: Pixels) -> Tensor:
-    """Convert bytes to the numbers that a model sees."""
     return (torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255 - MEAN) / SPREAD
 
 

@@ -112,15 +112,12 @@ class RankProcess:
         """Return what the rank has written since `request_stacks`."""
         return self._config.stacks.read_text() if self._config.stacks.exists() else ""
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the rank and to all that it started."""
+    def send_signal(self, number: int, *, to_rank_alone: bool = False) -> None:
+        """Send a signal to the rank, and to all that it started."""
         if self.is_alive:
             self._send(os.kill, number)  # at its very start a rank has no process group of its own
-        self._send(os.killpg, number)  # a dead rank may have left data workers
-
-    def send_to_rank(self, number: int) -> None:
-        """Send a signal to the rank alone."""
-        self._send(os.kill, number)
+        if not to_rank_alone:
+            self._send(os.killpg, number)  # a dead rank may have left data workers
 
     def _send(self, send: Callable[[int, int], None], number: int) -> None:
         assert self.process.pid is not None

@@ -129,8 +129,7 @@ class Ranks:
     def send_signal(self, number: int) -> None:
         """Send a signal to every rank, but to nothing that ranks have started."""
         for process in self._processes:
-            if process.is_alive:
-                process.send_to_rank(number)
+            process.send_signal(number, to_rank_alone=True)
 
     def __enter__(self) -> Self:
         return self

@@ -207,7 +207,6 @@ def class_name(kind: type[Any], place: str) -> str:
 
 
 def find_class(name: str) -> type[Any]:
-    """Return the dataclass or named tuple of this name."""
     kind = _loaded_class(name)
     if kind is None:
         module = name.partition(":")[0]

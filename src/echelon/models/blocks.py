@@ -54,18 +54,14 @@ class Rotary:
         precise = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.head_width, 2, device=positions.device).to(precise) / self.head_width
         frequencies = self.theta**-exponents
-        if self.scaling is not None:
-            frequencies = _stretch(frequencies, self.scaling)
+        if (scaling := self.scaling) is not None:
+            # Fast pairs are kept, slow ones slowed down by `factor`, others between (the Llama 3.1 rule).
+            turns_in_original = scaling.original_sequence * frequencies / (2 * math.pi)
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            kept = ((turns_in_original - scaling.low_freq_factor) / span).clamp(0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
         turns = positions.to(precise)[:, None] * frequencies
         return turns.cos(), turns.sin()
-
-
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Keep fast pairs, slow down slow ones by `factor`, and blend between (the Llama 3.1 rule)."""
-    turns_in_original = scaling.original_sequence * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns_in_original - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

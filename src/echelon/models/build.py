@@ -170,7 +170,6 @@ def build_without_memory(config: ModelConfig | ImageConfig) -> nn.Module:
 
 
 def num_parameters(config: ModelConfig | ImageConfig) -> int:
-    """Count the parameters of a model, exactly."""
     if isinstance(config, ModelConfig):
         return config.num_parameters
     return sum(parameter.numel() for parameter in build_without_memory(config).parameters())

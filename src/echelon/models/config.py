@@ -145,8 +145,11 @@ class ModelConfig:
         attention += 2 * self.head_dim if self.qk_norm else 0
         count = embedding + self.layers * (attention + 2 * norm) + norm + projection
         sparse = max(0, self.layers - self.experts.first_dense) if self.experts else 0
-        if self.experts:
-            count += sparse * _num_mixture_parameters(self, self.experts, num_experts)
+        if (experts := self.experts) is not None:  # which have no biases
+            gate = (experts.num_gate_rows + experts.shared_gate) * self.width
+            routed = num_experts * _num_matrices(self) * self.width * experts.hidden
+            shared = _num_mlp_parameters(self, experts.shared) if experts.shared else 0
+            count += sparse * (gate + routed + shared)
         return count + (self.layers - sparse) * _num_mlp_parameters(self, self.ffn_width)
 
 
@@ -155,16 +158,7 @@ def _num_mlp_parameters(config: ModelConfig, ffn: int) -> int:
     return _num_matrices(config) * config.width * ffn + biases
 
 
-def _num_mixture_parameters(config: ModelConfig, experts: ExpertsConfig, num_experts: int) -> int:
-    """Count the parameters of one layer with this many experts. Experts have no biases."""
-    gate = experts.num_gate_rows * config.width
-    routed = num_experts * _num_matrices(config) * config.width * experts.hidden
-    shared = _num_mlp_parameters(config, experts.shared) if experts.shared else 0
-    return gate + routed + shared + (config.width if experts.shared_gate else 0)
-
-
 def _num_matrices(config: ModelConfig) -> int:
-    """Count the matrices of a feed-forward part."""
     return 2 if config.family == "gpt" else 3
 
 

@@ -59,7 +59,6 @@ def read_bandwidths(text: str) -> tuple[float, ...]:
 def cluster_errors(
     workers: tuple[int, ...], bandwidths: tuple[float, ...], memory: float | None
 ) -> list[str]:
-    """Every error of the numbers that describe a cluster."""
     errors = [
         f"workers {count}: must be an integer, at least 1"
         for count in workers

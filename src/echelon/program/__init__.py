@@ -21,11 +21,9 @@ from echelon.program.lower import (
     split_update,
     without_update,
 )
-from echelon.program.pipedream import asynchronous
-from echelon.program.schedules import flushed, forward_only
-from echelon.program.simulate import Costs, simulate
+from echelon.program.schedules import asynchronous, flushed, forward_only
+from echelon.program.simulate import Costs, Span, Timeline, simulate
 from echelon.program.text import parse, show
-from echelon.program.timeline import Span, Timeline
 
 __all__ = [
     "AFTER_FORWARDS",

@@ -10,8 +10,7 @@ from echelon.program.check import check, excerpt
 from echelon.program.grid import draw_words
 from echelon.program.instruction import COPIES, RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update, fill_update
-from echelon.program.pipedream import asynchronous
-from echelon.program.schedules import flushed
+from echelon.program.schedules import asynchronous, flushed
 from echelon.program.text import Parsed, parse
 
 MOST_CHARACTERS = 2**25

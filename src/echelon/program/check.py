@@ -22,7 +22,7 @@ from echelon.program.rules import (
     find_unmatched_transfers,
     find_unmet_needs,
 )
-from echelon.program.timeline import Span
+from echelon.program.simulate import Span
 
 _GATHERING = frozenset({Op.GATHER, Op.FREE})
 

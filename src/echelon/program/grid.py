@@ -17,7 +17,7 @@ from string import ascii_lowercase
 from typing import NamedTuple
 
 from echelon.program.instruction import RANK_LEVEL, Instruction, Op
-from echelon.program.timeline import Seconds, Span
+from echelon.program.simulate import Seconds, Span
 
 _MOST_TICKS = 2000
 _LONGEST_WORD = 16  # characters of a word that cannot be read

@@ -270,8 +270,12 @@ def _unmatched_on(
     sender, receiver = channel
     surplus = Counter(receive for _, receive in sent)
     surplus.subtract(receive for _, receive in received)
-    if not any(surplus.values()):
-        yield from _wrong_order(program, channel, sent, received)
+    if not any(surplus.values()):  # the order is wrong: later receives follow from the first that differs
+        pairs = enumerate(zip(sent, received, strict=True), 1)
+        number, expected, index = next((n, a, i) for n, ((_, a), (i, b)) in pairs if a != b)
+        send = word(program, sender, counterpart(receiver, expected))
+        reason = f"receives the wrong message: message {number} from rank {sender} is that of {send}"
+        yield ProgramError(receiver, index, f"{reason}; receive in the order of the sends")
     for index, receive in sent:
         if surplus[receive] > 0:
             surplus[receive] -= 1
@@ -282,19 +286,6 @@ def _unmatched_on(
             surplus[receive] += 1
             missing = word(program, sender, counterpart(receiver, receive))
             yield ProgramError(receiver, index, f"rank {sender} never sends it: it has no {missing}")
-
-
-def _wrong_order(
-    program: Program, channel: Channel, sent: Receives, received: Receives
-) -> Iterator[ProgramError]:
-    """Only the first receive that differs: the later ones follow from it."""
-    sender, receiver = channel
-    for number, ((_, expected), (index, receive)) in enumerate(zip(sent, received, strict=True), 1):
-        if expected != receive:
-            send = word(program, sender, counterpart(receiver, expected))
-            reason = f"receives the wrong message: message {number} from rank {sender} is that of {send}"
-            yield ProgramError(receiver, index, f"{reason}; receive in the order of the sends")
-            return
 
 
 def find_deadlocks(program: Program) -> Iterator[ProgramError]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from echelon.program.canvas import QUIET_INK, Words, nice_step, page, svg
+from echelon.program.picture import QUIET_INK, Words, nice_step, page, svg
 
 # The colours of Okabe and Ito, chosen to differ for colour-blind readers too; without their yellow, which is
 # faint on white. The eighth line starts again, dashed.

@@ -91,7 +91,6 @@ class Checkpoints:
 
     @property
     def rollbacks(self) -> tuple[RolledBack, ...]:
-        """The rollbacks of the run, in order."""
         return self._skipped.events
 
     def can_roll_back(self, step: int) -> bool:
@@ -121,7 +120,6 @@ class Checkpoints:
         return event
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state after `step` is saved."""
         return step == self._job.steps or (self._job.save_every > 0 and step % self._job.save_every == 0)
 
     def save(self, step: int, *, wait: bool = False) -> None:

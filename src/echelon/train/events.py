@@ -126,7 +126,6 @@ _LONGEST_LINE = 2**22  # bytes
 
 
 def entry_of(event: Stepped | Evaluated | RolledBack) -> dict[str, Any]:
-    """Return the values of an event's line."""
     plain = dataclasses.asdict(event).items()
     values = {name: value for name, value in plain if value is not None and value != ()}
     kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]

@@ -15,8 +15,7 @@ from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.models import ModelConfig, Transformer, build, cross_entropy
 from echelon.plan import Plan
 from echelon.program import Costs, Program, Span, Timeline, simulate
-from echelon.program.simulate import measured_costs
-from echelon.program.timeline import bubble_of, work_spans
+from echelon.program.simulate import bubble_of, measured_costs, work_spans
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,7 +34,6 @@ def make_model(config: ModelConfig) -> Transformer:
 
 
 def make_engine(config: ModelConfig, plan: Plan) -> Engine:
-    """`parallelize` over all ranks."""
     return parallelize(make_model(config), plan, optimizer=fused_adamw, loss=cross_entropy)
 
 

@@ -152,7 +152,6 @@ class Logbook:
             self._read()
 
     def _read(self) -> None:
-        """Begin with what the folder has."""
         events = read_metrics(self._metrics)
         self._steps = [event for event in events if isinstance(event, Stepped)]
         self._evaluations = [event for event in events if isinstance(event, Evaluated)]

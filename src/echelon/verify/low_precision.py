@@ -63,7 +63,6 @@ class Distance(NamedTuple):
         return math.inf if math.isnan(excess) else excess
 
     def to_dict(self) -> dict[str, float | str]:
-        """Plain values, for JSON."""
         return {name: value if math.isfinite(value) else str(value) for name, value in self._asdict().items()}
 
     def __str__(self) -> str:
@@ -112,7 +111,6 @@ class LowPrecisionVerdict:
 
     @property
     def distances(self) -> dict[str, Distance]:
-        """All that was measured, by name."""
         groups = {f"all {kind}": distance for kind, distance in self.groups.items()}
         return groups | self.tensors | self.numbers
 
@@ -130,7 +128,6 @@ class LowPrecisionVerdict:
         return sum(not distance.holds for distance in self.distances.values()) + len(self.rank_differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         name, worst = self.worst
         return {
             "plan": str(self.plan),
@@ -177,7 +174,10 @@ def compare_low_precision(
     unit = max(rounding_of(ran.precision), optimizer_rounding)
     near = (exact, *disturbed)
     plan_norms, samples = _measure(results[0], rounded, start), [_measure(rounded, n, start) for n in near]
-    plan_norms |= dict.fromkeys(_mismatches(results[0], rounded), _FAR)
+    firsts, seconds = named_tensors(results[0]), named_tensors(rounded)
+    common = firsts.keys() & seconds.keys()
+    unlike = {name for name in common if not is_alike(firsts[name], seconds[name])}
+    plan_norms |= dict.fromkeys(sorted((firsts.keys() ^ seconds.keys()) | unlike), _FAR)
     kinds: dict[str, list[str]] = {}
     for name in plan_norms:
         kinds.setdefault(_kind(name, start), []).append(name)
@@ -258,20 +258,16 @@ def _number_distances(
             rounding = max(_scalar_distance(b, other) for other in others)
             largest = max(rounding, largest, min(drift, _MOST_BY_CHANCE) if step else 0.0)
             distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, 4 * largest)
-    return distances if against == LOG else distances | _scaling_distances(result, rounded)
-
-
-def _scaling_distances(result: TrainingResult, rounded: TrainingResult) -> dict[str, Distance]:
-    """The steps that only one of the two skipped, or that had another loss scale: both must be the same,
-    exactly. Asynchronous workers each have their own."""
-    compared = {
-        "skipped": zip(result.skipped, rounded.skipped, strict=True),
-        "loss_scale": zip(result.loss_scales, rounded.loss_scales, strict=True),
+    if against == LOG:  # asynchronous workers each have their own loss scale
+        return distances
+    exact: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        "skipped": (result.skipped, rounded.skipped),
+        "loss_scale": (result.loss_scales, rounded.loss_scales),
     }
-    unlike = [
-        f"{name} {step}" for name, pairs in compared.items() for step, (c, b) in enumerate(pairs) if c != b
-    ]
-    return dict.fromkeys(unlike, Distance(math.inf, 0.0, 0.0))
+    for name, both in exact.items():
+        unlike = [step for step, (c, b) in enumerate(zip(*both, strict=True)) if c != b]
+        distances |= {f"{name} {step}": Distance(math.inf, 0.0, 0.0) for step in unlike}
+    return distances
 
 
 def _scalar_distance(first: float, second: float) -> float:
@@ -299,11 +295,3 @@ def _measure(first: TrainingResult, second: TrainingResult, start: Mapping[str, 
 
 def _real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
-
-
-def _mismatches(first: TrainingResult, second: TrainingResult) -> list[str]:
-    """Names of tensors that only one has, or that have another shape or type."""
-    firsts, seconds = named_tensors(first), named_tensors(second)
-    common = firsts.keys() & seconds.keys()
-    unlike = {name for name in common if not is_alike(firsts[name], seconds[name])}
-    return sorted((firsts.keys() ^ seconds.keys()) | unlike)

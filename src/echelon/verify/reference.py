@@ -158,7 +158,6 @@ class ReferenceModel:
             master.copy_(parameter)
 
     def copy(self) -> list[Tensor]:
-        """A copy of the weights."""
         return [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()

@@ -160,7 +160,6 @@ def _made_in(plan: Plan, step: int) -> set[tuple[int, int]]:
 
 
 def _stages(model: nn.Module, boundaries: list[int]) -> dict[nn.Parameter, int]:
-    """The stage of each parameter."""
     stages = split_model(model, boundaries).stages if boundaries else [model]
     return {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
 

@@ -81,7 +81,6 @@ class Verdict:
         return sum(not gap <= self.tolerance for gap in [*self.tensors.values(), *self.numbers.values()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {
             "plan": str(self.plan),
             "against": self.against,
@@ -220,7 +219,6 @@ def named_tensors(result: TrainingResult) -> dict[str, Tensor]:
 
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
-    """Return whether both have the same shape and type."""
     return first.shape == second.shape and first.dtype == second.dtype
 
 

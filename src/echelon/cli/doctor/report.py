@@ -51,7 +51,6 @@ class Report:
         return [finding for finding in self.findings if finding.status == "warn"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
         return {"warnings": len(self.warnings), **dataclasses.asdict(self)}
 
 

@@ -30,7 +30,6 @@ class Watch:
 
     @property
     def reason(self) -> str:
-        """Return the reason of an error when the deadline has passed."""
         return f"no rank gave a sign of life for {self._deadline:g} s"
 
     def sign_of_life(self) -> None:
@@ -133,7 +132,6 @@ class Findings:
     endings: Mapping[int, Ending]
 
     def states(self) -> list[str]:
-        """Return what each rank does, in words."""
         states = {rank: ending.reason for rank, ending in self.endings.items()}
         for rank, pulse in self.pulses.items():
             state = describe(pulse, returned=False, frame=self.frames.get(rank, ""))

@@ -123,7 +123,6 @@ def take_private_slot() -> None:
 
 
 def read_own() -> Pulse:
-    """Return the pulse of this process."""
     return _read(_slot or _Slot())
 
 

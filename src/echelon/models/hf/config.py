@@ -48,7 +48,6 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read(model_type: str, raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """Read the values of a ModelConfig."""
     dialect = DIALECTS[model_type]
     errors += [
         f"{key}={raw[key]!r}: is not supported; must be {' or '.join(map(repr, supported))}"
@@ -192,7 +191,6 @@ _IS_BALANCED, _PER_SAMPLE = "output_router_logits", "seq_aux"
 def read_experts(
     model_type: str, dialect: Dialect, raw: Mapping[str, Any], errors: list[str]
 ) -> dict[str, Any]:
-    """Read the values of an ExpertsConfig."""
     values = {
         name: raw.get(key, raw.get(_OTHER_KEYS.get(key, key), default))
         for name, (key, default) in dialect.experts.items()
@@ -215,7 +213,6 @@ def read_experts(
 
 
 def write_experts(model_type: str, dialect: Dialect, config: ModelConfig) -> dict[str, Any]:
-    """Write the keys of config.json."""
     experts = config.experts
     if experts is None:
         return {}

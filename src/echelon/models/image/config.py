@@ -75,7 +75,6 @@ _PRESETS = _PUBLISHED | {
 
 
 def image_presets() -> tuple[str, ...]:
-    """List the names that `image_preset` knows."""
     return tuple(_PRESETS)
 
 
@@ -91,7 +90,6 @@ _FIELDS = ("family", "classes", "image_size", "divisor", "stem", "dropout")
 
 
 def config_to_json(config: ImageConfig, dtype: str) -> dict[str, Any]:
-    """Write the config.json of weights of this type."""
     return {
         "architectures": ["ImageModel"],
         "model_type": MODEL_TYPE,
@@ -102,7 +100,6 @@ def config_to_json(config: ImageConfig, dtype: str) -> dict[str, Any]:
 
 
 def config_from_json(raw: Mapping[str, Any]) -> ImageConfig:
-    """Read the config in a config.json."""
     if raw.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"{CONFIG} has model_type={raw.get('model_type')!r}: must be '{MODEL_TYPE}', as a training of an "

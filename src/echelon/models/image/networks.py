@@ -85,7 +85,6 @@ class LayerList:
         self._before: list[nn.Module] = [ImageInput(config.image_size)]
 
     def add(self, *parts: nn.Module) -> None:
-        """Add a layer of these parts."""
         self.layers.append(nn.Sequential(*self._before, *parts))
         self._before = []
 

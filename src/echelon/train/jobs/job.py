@@ -57,7 +57,6 @@ class ExpertsJob:
     jitter: float | None = None
 
     def config(self, preset: ExpertsConfig | None) -> ExpertsConfig | None:
-        """The experts of the preset with the job's changes."""
         changes = _given(self)
         if preset is not None:
             return dataclasses.replace(preset, **changes)

@@ -184,7 +184,6 @@ _OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, 
 
 
 def keys_at(path: list[str]) -> list[str]:
-    """The keys that a job knows under `path`."""
     return [entry.name for entry in dataclasses.fields(reduce(getattr, path, Job()))]
 
 

@@ -6,6 +6,7 @@ reported as too long.
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,7 +109,15 @@ def check_language_data(job: "Job", config: ModelConfig | None, findings: Findin
 def check_image_model(job: "Job", findings: Findings) -> ImageConfig | None:
     """The sizes of the model, if they are valid; the classes are those of the preset, or of the weights."""
     refuse_foreign_keys(job, findings)
-    _check_image_plan(job, findings)
+    if findings.all_valid("plan"):
+        with suppress(UserError):  # reported with the plan
+            plan = Plan.parse(job.plan)
+            if plan.tensor * plan.context > 1:
+                findings.add(
+                    f"plan '{plan}': images have no sequence, and convolutions are not split along tensor; "
+                    "use data, zero and pipeline",
+                    "plan",
+                )
     model = job.model if findings.all_valid("model") else job.model.without_sizes()
     config = findings.attempt(model.image_config, "model", "model")
     if config is not None and findings.all_valid("model"):
@@ -130,21 +139,6 @@ def check_image_data(job: "Job", config: ImageConfig | None, findings: Findings)
     if findings.all_valid("data.source", "batch", "seed"):
         findings.attempt(
             lambda: TrainingImages(data.training, job.batch, config.image_size, job.seed), where, "batch"
-        )
-
-
-def _check_image_plan(job: "Job", findings: Findings) -> None:
-    if not findings.all_valid("plan"):
-        return
-    try:
-        plan = Plan.parse(job.plan)
-    except UserError:
-        return  # reported with the plan
-    if plan.tensor * plan.context > 1:
-        findings.add(
-            f"plan '{plan}': images have no sequence, and convolutions are not split along tensor; use data, "
-            "zero and pipeline",
-            "plan",
         )
 
 

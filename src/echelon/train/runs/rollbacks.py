@@ -48,7 +48,6 @@ class DataPosition:
 
     @classmethod
     def after_steps(cls, steps: int, skipped: Iterable[Range] = ()) -> "DataPosition":
-        """Return the position of a training after so many steps."""
         ranges = _united(skipped)
         batch = steps
         for begin, end in ranges:

@@ -124,7 +124,6 @@ class RunFolder:
         return str(self.about()["state"])
 
     def about(self) -> dict[str, Any]:
-        """Return the entries of run.json."""
         about: dict[str, Any] = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
         return about
 

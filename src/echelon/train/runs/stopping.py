@@ -45,7 +45,6 @@ class StopRequest:
 
     @classmethod
     def of_ranks(cls) -> "StopRequest":
-        """For the ranks of the process group."""
         # A connection of its own: in the other one, training may wait for a rank that waits for this.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         return cls(PrefixStore("echelon/stop", store), dist.get_rank(), dist.get_world_size())
