@@ -13,7 +13,7 @@ from echelon.train.jobs.job import Job, ModelJob
 from echelon.train.loop import train_rank
 from echelon.train.run import Logbook
 from echelon.train.runs.run_folder import RunFolder
-from tests.train.test_metrics_file import stepped
+from tests.train.test_events import stepped
 
 
 def write(path: Path, *events: Stepped | Evaluated) -> None:
