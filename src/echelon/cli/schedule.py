@@ -79,7 +79,7 @@ def schedule(
 ) -> None:
     """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
     from echelon.cli.schedule_view import MeasuredSchedule, SimulatedSchedule, write
-    from echelon.program import COPIES, Costs, add_copies, check, show, simulate
+    from echelon.program import Costs, add_copies, check, show, simulate
     from echelon.state.bounded_json import paused_collector
 
     texts = {
@@ -101,8 +101,7 @@ def schedule(
     with paused_collector():  # a program may be a million tuples
         request = make(name, {**sizes, "replicas": replicas}, errors)
         raise_errors(f"schedule '{name}'", _wrong_counts(costs, request.program.stages))
-        has_copies = any(instruction.op in COPIES for rank in request.program.ranks for instruction in rank)
-        if not costs.keys().isdisjoint(_COPIES) and not has_copies:
+        if not costs.keys().isdisjoint(_COPIES):
             request = replace(request, program=add_copies(request.program))
         check(request.program)
     view = (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.errors import UserError
+from echelon.quantities import counted
 
 
 class RankReport(NamedTuple):
@@ -80,7 +81,7 @@ def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
         ranks, gpus = len(reports), sum(host.num_used for host in hosts)
         where = f"host {hosts[0].name}" if len(hosts) == 1 else f"{len(hosts)} hosts"
         note = (
-            f"{_count(ranks, 'rank')} share {_count(gpus, 'GPU')} on {where}, so they use Gloo, which is "
+            f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')} on {where}, so they use Gloo, which is "
             f"much slower than NCCL. {_sharing_fix(hosts)}, or accept it with backend='gloo'."
         )
         return Placement("gloo", devices, note)
@@ -140,7 +141,7 @@ def _describe(hosts: Sequence[_Host]) -> list[str]:
 
 
 def _describe_gpus(host: _Host) -> str:
-    gpus = _count(host.num_gpus, "GPU")
+    gpus = counted(host.num_gpus, "GPU")
     match host.gpu_use:
         case "none":
             return "no GPU"
@@ -170,7 +171,3 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return "ranks " + ", ".join(str(rank) for rank in ranks)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -142,27 +142,27 @@ class Ranks:
 
     def _start(self, backend: str | None, overrides: Sequence[dict[str, str]]) -> None:
         """Start the processes and wait until they have joined their group."""
-        configs = [self._config(rank, backend, overrides) for rank in range(len(overrides))]
+        configs = [
+            RankConfig(
+                rank=rank,
+                ranks=len(overrides),
+                folder=self._folder,
+                server_folder=Path(get_temp_dir()),
+                backend=backend,
+                timeout_seconds=operation_seconds(self._deadline),
+                working_directory=os.getcwd(),
+                environment=dict(os.environ),
+                overrides=overrides[rank],
+                same_environment=not any(overrides),
+            )
+            for rank in range(len(overrides))
+        ]
         self._board = Board(configs[0].board, len(overrides))
         self._processes = [RankProcess(config) for config in configs]
         with deferred_interrupts(1):  # the first waits until all are known, so that they can be ended
             for process in self._processes:
                 process.start()
         self._await_answers(None if self._deadline is None else max(self._deadline, _START_SECONDS))
-
-    def _config(self, rank: int, backend: str | None, overrides: Sequence[dict[str, str]]) -> RankConfig:
-        return RankConfig(
-            rank=rank,
-            ranks=len(overrides),
-            folder=self._folder,
-            server_folder=Path(get_temp_dir()),
-            backend=backend,
-            timeout_seconds=operation_seconds(self._deadline),
-            working_directory=os.getcwd(),
-            environment=dict(os.environ),
-            overrides=overrides[rank],
-            same_environment=not any(overrides),
-        )
 
     @contextmanager
     def _kill_on_error(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
-from echelon.program.build import read_text_file
+from echelon.program.build import read_user_text
 from echelon.state.bounded_json import parse_json
 
 FORMAT, VERSION = "echelon-profile", 1
@@ -28,13 +28,8 @@ _OPTIONAL = ("about", "stash_bytes")
 
 def read_profile(path: str | Path) -> Profile:
     """The profile in a file. JSON begins with a brace; everything else is read as PipeDream's graph.txt."""
-    try:
-        text = read_text_file(Path(path))
-    except UnicodeDecodeError:
-        raise UserError(f"profile {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"profile {path} cannot be read: {error.strerror or error}") from None
     subject = f"profile {path}"
+    text = read_user_text(path, subject)
     if not text.lstrip().startswith("{"):
         return parse_graph_text(text, subject)
     try:

@@ -12,6 +12,7 @@ from echelon.program.instruction import COPIES, RANK_LEVEL, RECEIVES, SENDS, Op,
 from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update, fill_update
 from echelon.program.schedules import asynchronous, flushed
 from echelon.program.text import Parsed, parse
+from echelon.quantities import counted
 
 MOST_CHARACTERS = 2**25
 
@@ -30,7 +31,7 @@ def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
 
     What the file leaves out is added (`complete`). `ties`: several stages hold the same weights.
     """
-    parsed = parse(_read(Path(path)), name=str(path))
+    parsed = parse(read_user_text(path, f"schedule '{path}'"), name=str(path))
     if parsed.program is None:
         raise UserError(_title(parsed, path), list(parsed.errors))
     program = complete(parsed.program, ties=ties)
@@ -40,7 +41,7 @@ def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
 
 def _title(parsed: Parsed, path: str | Path) -> str:
     """The title of the errors of a text, with a grid of its words if some cannot be read."""
-    count = "1 error" if len(parsed.errors) == 1 else f"{len(parsed.errors)} errors"
+    count = counted(len(parsed.errors), "error")
     marked = [rank for rank, words in parsed.words.items() if any(invalid for _, invalid in words)]
     if not marked:
         return f"{count} in schedule '{path}':"
@@ -64,13 +65,14 @@ def complete(program: Program, *, ties: bool = False) -> Program:
     return add_transfers(program) if ops.isdisjoint(SENDS | RECEIVES) else program
 
 
-def _read(path: Path) -> str:
+def read_user_text(path: str | Path, subject: str) -> str:
+    """All of a text file, or a UserError that names the subject."""
     try:
-        return read_text_file(path)
+        return read_text_file(Path(path))
     except UnicodeDecodeError:
-        raise UserError(f"schedule '{path}' is not UTF-8 text") from None
+        raise UserError(f"{subject} is not UTF-8 text") from None
     except OSError as error:
-        raise UserError(f"schedule '{path}' cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{subject} cannot be read: {error.strerror or error}") from None
 
 
 def build(
@@ -112,7 +114,7 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
         program = load_schedule(plan.schedule, ties=ties)
         raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
         own = {instruction.op for rank in program.ranks for instruction in rank}
-        program = add_copies(program) if copies and own.isdisjoint(COPIES) else program
+        program = add_copies(program) if copies else program
         program = add_gathers(program) if gather and Op.GATHER not in own else program
     else:
         number = plan.microbatches if microbatches is None else microbatches

@@ -23,6 +23,7 @@ from echelon.program.rules import (
     find_unmet_needs,
 )
 from echelon.program.simulate import Span
+from echelon.quantities import counted
 
 _GATHERING = frozenset({Op.GATHER, Op.FREE})
 
@@ -210,8 +211,7 @@ def check(program: Program, *, training: bool = True, lines: Mapping[int, int] |
     errors = find_errors(program, training=training)
     if not errors:
         return
-    count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
-    title = f"{count} in schedule '{program.name}', marked [ ] in the grid:"
+    title = f"{counted(len(errors), 'error')} in schedule '{program.name}', marked [ ] in the grid:"
     sentences = [error.sentence(program, lines or {}) for error in errors[:_MOST_REPORTED]]
     if len(errors) > _MOST_REPORTED:
         sentences.append(f"and {len(errors) - _MOST_REPORTED} more")

@@ -6,7 +6,6 @@ from typing import Any
 
 from echelon.collectives import CompletedWork, Group, Work
 from echelon.engine import Engine
-from echelon.parallel.data.reducer import Reducer
 from echelon.parallel.data.sharing import Sharing
 from echelon.verify.bugs import Change, Message, alter, lose, replace_method
 
@@ -22,7 +21,7 @@ def _scale(sharings: Iterable[Sharing], factor: float) -> bool:
                 local.tensor.grad.mul_(factor)
 
     for sharing in found:
-        replace_method(sharing, "reduce", partial(partial, reduce_and_scale, sharing))
+        replace_method(sharing, "reduce", partial(reduce_and_scale, sharing))
     return bool(found)
 
 
@@ -56,12 +55,9 @@ def skip_bucket(engine: Engine) -> bool:
     """The first gradient message of each step is not sent."""
     is_first = [True]
 
-    def start(start_step: Callable[[], None]) -> Callable[[], None]:
-        def start_first() -> None:
-            is_first[0] = True
-            start_step()
-
-        return start_first
+    def start(start_step: Callable[[], None]) -> None:
+        is_first[0] = True
+        start_step()
 
     def lose_first(message: Message) -> Work:
         sends, is_first[0] = not is_first[0], False
@@ -134,19 +130,16 @@ def keep_last_microbatch(engine: Engine) -> bool:
         start_backward(**options)
 
     for sharing in engine._local.sharings:
-        replace_method(sharing, "start_backward", partial(partial, start, sharing))
+        replace_method(sharing, "start_backward", partial(start, sharing))
     return True
 
 
 def keep_uses_apart(engine: Engine) -> bool:
     """A rank drops the gradient of what it has not used itself, though others have."""
 
-    def make(reducer: Reducer) -> Callable[[Any], Any]:
-        return lambda _: lambda _: set(reducer.used)
-
     reducers = [each.reducer for each in engine._local.sharings if each.reducer is not None]
     for reducer in reducers:
-        replace_method(reducer, "used_anywhere", make(reducer))
+        replace_method(reducer, "used_anywhere", partial(lambda own, *_: set(own.used), reducer))
     return bool(reducers)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from echelon.quantities import counted
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -83,5 +85,4 @@ def render(report: Report) -> "RenderableType":
     number = len(report.warnings)
     if number == 0:
         return Group(table, Text("No problems found.", "green"))
-    count = "1 warning" if number == 1 else f"{number} warnings"
-    return Group(table, Text(f"{count}: see the lines with !", "yellow"))
+    return Group(table, Text(f"{counted(number, 'warning')}: see the lines with !", "yellow"))

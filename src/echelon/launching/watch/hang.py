@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from echelon.launching.settings import VARIABLE
 from echelon.launching.watch.pulse import Board, Pulse
+from echelon.quantities import counted, show_runs
 
 
 class Watch:
@@ -78,11 +79,11 @@ def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
     `frame` says where the rank's host is; a host that waits for its GPU is inside no operation.
     """
     if returned:
-        return f"has returned, after {_operations(pulse.left)}"
+        return f"has returned, after {counted(pulse.left, 'operation')}"
     if pulse.waits:
         return f"{place_of(pulse)}waits in {pulse.name} (operation {pulse.entered})"
     where = f", {frame}" if frame else ""
-    return f"{place_of(pulse)}works outside any operation, after {_operations(pulse.left)}{where}"
+    return f"{place_of(pulse)}works outside any operation, after {counted(pulse.left, 'operation')}{where}"
 
 
 def place_of(pulse: Pulse) -> str:
@@ -101,10 +102,6 @@ def main_frame(stacks: str) -> str:
         return ""
     frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', threads[-1])
     return f"in {frame[3]} ({PurePath(frame[1]).name}:{frame[2]})" if frame else ""
-
-
-def _operations(count: int) -> str:
-    return "1 operation" if count == 1 else f"{count} operations"
 
 
 # What every rank of torchrun prints before its watchdog ends it.
@@ -166,7 +163,9 @@ def report_text(findings: Findings, reporter: int, stacks: Mapping[int, str], ex
         ranks.setdefault(state, []).append(each)
     for state, same in ranks.items():  # '  ranks 0, 2-5, each: waits in …'
         lines.append(
-            f"  rank {same[0]} {state}" if len(same) == 1 else f"  ranks {_runs(same)}, each: {state}"
+            f"  rank {same[0]} {state}"
+            if len(same) == 1
+            else f"  ranks {', '.join(show_runs(same))}, each: {state}"
         )
     for each, stack in stacks.items():
         lines += ["", f"stack of rank {each}:", stack.rstrip()]
@@ -179,14 +178,3 @@ def report_text(findings: Findings, reporter: int, stacks: Mapping[int, str], ex
         advice = "The cause is the error of the rank that failed."
     lines += ["", f"echelon, rank {reporter}: ends with exit code {exit_code}. {advice}"]
     return "\n".join(lines) + "\n"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """'0, 2-5'"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

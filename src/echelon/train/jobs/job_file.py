@@ -6,7 +6,7 @@ pydantic does the reading. Only this module imports it, so that the embedded def
 import copy
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from types import UnionType
@@ -183,7 +183,7 @@ _RULES: dict[Any, str] = {
 _OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, or dynamic"}
 
 
-def keys_at(path: list[str]) -> list[str]:
+def keys_at(path: Sequence[str]) -> list[str]:
     return [entry.name for entry in dataclasses.fields(reduce(getattr, path, Job()))]
 
 
@@ -197,26 +197,19 @@ def is_value(path: list[str]) -> bool:
     return _kind(path) is not None
 
 
-def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
+def remove_lookalikes(values: dict[str, Any], path: Sequence[str] = ()) -> dict[str, str]:
     """Remove values that pydantic would read as another kind; returns by key the error of each."""
     errors: dict[str, str] = {}
-    for path, table in _tables([], values):
-        for name in [name for name in keys_at(path) if name in table]:
-            place = [*path, name]
-            error = _error(place, table[name])
-            if error is not None:
-                key = ".".join(place)
-                errors[key] = f"{key}={_show(table.pop(name))}: must be {error}"
+    for name in (name for name in keys_at(path) if name in values):
+        place, value = [*path, name], values[name]
+        error = _error(place, value)
+        if isinstance(value, dict) and not is_value(place):
+            errors |= remove_lookalikes(value, place)
+        elif error is not None:
+            key, shown = ".".join(place), str(value).lower() if isinstance(value, bool) else repr(value)
+            errors[key] = f"{key}={shown}: must be {error}"
+            del values[name]
     return errors
-
-
-def _tables(path: list[str], table: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """A table, and those in it that a job knows, with their places."""
-    yield path, table
-    for name in keys_at(path):
-        inner = table.get(name)
-        if not is_value([*path, name]) and isinstance(inner, dict):
-            yield from _tables([*path, name], inner)
 
 
 def _kind(path: list[str]) -> Any:
@@ -245,7 +238,3 @@ def _error(path: list[str], value: Any) -> str | None:
     if any(isinstance(item, str) and not item.isascii() for item in items):
         return f"{rule}, written with the digits 0 to 9"
     return None
-
-
-def _show(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)

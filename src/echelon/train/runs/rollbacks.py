@@ -208,11 +208,8 @@ class Rollbacks:
         if self._checkpoints.num_rollbacks >= limit:
             times = "once" if limit == 1 else f"{limit} times"
             return f"the run has gone back to a checkpoint {times} (max_rollbacks={limit})"
-        if not self._checkpoints.can_roll_back(trouble.first):
-            return (
-                f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"
-            )
-        return None
+        saved = f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"
+        return None if self._checkpoints.can_roll_back(trouble.first) else saved
 
 
 class SkippedBatches(NamedTuple):
