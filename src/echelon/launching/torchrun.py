@@ -62,13 +62,6 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
         group.init_group(store, rank, ranks, backend, group.timeout(operation_seconds(seconds)))
 
 
-def when_ended(call: Callable[[str], object]) -> None:
-    """Let the watchdog of this rank call this with the reason before it ends the process."""
-    from echelon.launching.watch import watchdog
-
-    watchdog.when_ended(call)
-
-
 def report_failure(reason: str) -> None:
     """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
     if "echelon.launching.watch.watchdog" in sys.modules:  # otherwise it has joined no ranks

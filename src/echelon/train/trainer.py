@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
 from echelon.launching import TRAINING_MODULES, join, preload
-from echelon.launching.torchrun import is_under_torchrun, when_ended
+from echelon.launching.torchrun import is_under_torchrun
+from echelon.launching.watch.watchdog import when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain, check

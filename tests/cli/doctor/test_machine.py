@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.cli.doctor import machine
-from echelon.cli.doctor.report import Finding
+from echelon.cli.doctor import Finding, machine
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
 from echelon.quantities import GIB

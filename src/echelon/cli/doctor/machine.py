@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import echelon
 from echelon import hardware
-from echelon.cli.doctor.report import Finding, Section, Status, section
+from echelon.cli.doctor import Finding, Section, Status, section
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
 from echelon.quantities import GIB, MIB, show_bytes, show_rate, show_seconds
