@@ -64,7 +64,7 @@ def test_each_connection_has_memory_for_weights_and_gradients(monkeypatch: pytes
     assert len({tensor.data_ptr() for tensor in (*storages["parameters"], *storages["gradients"])}) == 3
     remote.port.leave()
     remote.host.close()
-    assert not remote.connection._thread.is_alive()
+    assert not remote.connection.thread.is_alive()
 
 
 class Group:
