@@ -100,7 +100,7 @@ def check_world() -> None:
     """
     if _current_check() is not None:
         return
-    world = _world()
+    world = this_world()
     if backend_for("cuda") == "nccl":
         keys = _new_keys("devices", dist.distributed_c10d._get_default_store())
         agree(
@@ -114,7 +114,7 @@ def agree_in_world(report: Callable[[], object], decide: Callable[[list[Any]], o
 
     They wait in its store, as long as it takes: an operation has a limit.
     """
-    world = _world()
+    world = this_world()
     keys = _new_keys("agreement", dist.distributed_c10d._get_default_store())
     return agree(keys, world.rank(), world.size(), report, decide, limit=_LONGEST)
 
@@ -132,7 +132,7 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
 
     Without `group`, that of all ranks.
     """
-    return backends_of(group or _world()).get(device_type)
+    return backends_of(group or this_world()).get(device_type)
 
 
 def launch_backend(ranks: int) -> str:
@@ -165,7 +165,7 @@ def _new_keys(name: str, store: Store) -> PrefixStore:
 
 def _mark_checked(limit: timedelta | None) -> None:
     global _checked_world
-    _checked_world = _CheckedWorld(weakref.ref(_world()), limit)
+    _checked_world = _CheckedWorld(weakref.ref(this_world()), limit)
 
 
 def _current_check() -> _CheckedWorld | None:
@@ -174,7 +174,7 @@ def _current_check() -> _CheckedWorld | None:
     return _checked_world if is_current else None
 
 
-def _world() -> dist.ProcessGroup:
+def this_world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "no process group is initialised"
     return world
