@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
-from echelon.models.experts_config import ExpertsConfig
-from echelon.models.value_checks import value_errors
+from echelon.models.experts_config import ExpertsConfig, value_errors
 
 Family = Literal["gpt", "llama"]
 
