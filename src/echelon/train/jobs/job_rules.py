@@ -215,9 +215,6 @@ def work_error(plan: Plan) -> str | None:
     )
 
 
-# Whether a plan can divide a job's model, before a rank starts: stages, heads, ties, a schedule file.
-
-
 def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
     """Why a model of these sizes cannot be divided as `plan` says; with pipeline=auto, but for its stages."""
     if plan.pipeline == AUTO:
