@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,3 +193,21 @@ def test_what_a_killed_job_has_left_of_a_replaced_checkpoint_goes_with_the_next_
     save(new_saver(), tmp_path / "a", state(3.0))
     assert names(tmp_path) == ["a"]
     check_saved(tmp_path / "a", state(3.0))
+
+
+def test_a_save_that_is_given_up_goes_though_another_rank_begins_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = target.FolderTarget(tmp_path / "a", "token")
+    written.begin()
+    left = iter(range(3))
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+        if next(left, None) is not None:  # between the look into the folder and its removal
+            path.mkdir()
+            (path / "rank-00001.safetensors").touch()
+
+    monkeypatch.setattr(target, "shutil", SimpleNamespace(rmtree=remove))
+    written.abandon()
+    assert names(tmp_path) == []

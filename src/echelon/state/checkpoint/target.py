@@ -42,6 +42,7 @@ from echelon.state.checkpoint.part_writer import DirectFile, Sink
 from echelon.state.checkpoint.storage_errors import as_folder, is_url
 
 _LOCK = ".writing"
+_REMOVALS = 20  # tries to remove a folder that another rank still writes into
 _FILE = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
 
@@ -155,7 +156,11 @@ class FolderTarget(Target):
 
     def abandon(self) -> None:
         """Remove the temporary place; when the checkpoint has its name, that is the one which it replaced."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        for _ in range(_REMOVALS):
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            if not self.temporary.exists():
+                break
+            time.sleep(0.05)  # another rank, which is not told yet, has begun a file meanwhile
         self._unlock()
 
     def _unlock(self) -> None:
