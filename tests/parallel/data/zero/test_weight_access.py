@@ -306,7 +306,7 @@ def test_threads_of_the_engine_see_gradients_and_parts_as_they_are() -> None:
     idle, parameter = part()
     idle.lost_gradient = "lost"
     seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append((parameter.grad, float(parameter.sum()))))
+    thread = threading.Thread(target=lambda: seen.append((parameter.grad, parameter.sum().tolist())))
     thread.start()
     thread.join()
     assert seen == [(None, 6.0)]

@@ -8,8 +8,7 @@
                                          owner first, which gathers the weight, waits for it, or raises
 
 torch's own `.data` has a version counter of its own: a clamp of `weight.data` leaves no trace. Of a freed
-weight, shape, type, device and gradient can be read at any time. Autograd's own reads do not come by here:
-the version of a freed weight is another than the one that it has saved.
+weight, shape, type, device and gradient can be read at any time. Autograd's own reads do not come by here.
 """
 
 import copy
@@ -17,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from types import GetSetDescriptorType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 from weakref import WeakMethod, ref
 
 import torch
@@ -143,8 +142,7 @@ def gradient_between_steps(parameter: Tensor) -> Tensor | None:
         if watched is None or idle is None or idle.lost_gradient is None or not parameter.requires_grad:
             return gradient
         zeros = parameter.detach().new_zeros(()).expand(parameter.shape)
-        text = f"the gradient of {watched.name}: {idle.lost_gradient}"
-        return _lost(zeros, text, not idle.keeps_gradients)
+        return _lost(zeros, f"the gradient of {watched.name}: {idle.lost_gradient}", not idle.keeps_gradients)
 
 
 def _replace_gradient(parameter: Tensor, value: Tensor | None) -> None:
@@ -187,7 +185,7 @@ def _lost(tensor: Tensor, text: str, may_be_dropped: bool) -> LostGradient:
 
 _DROPS = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
 _QUESTIONS = {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
-_QUESTIONS |= {"_has_compatible_shallow_copy_type"}
+_QUESTIONS.add("_has_compatible_shallow_copy_type")
 _CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
 
 
@@ -220,10 +218,12 @@ _MODULE_CODE = {each.__code__ for each in (nn.Module._call_impl, nn.Module._appl
 
 def _check_part(parameter: PartParameter) -> None:
     """Refuse a read of values outside of modules and the engine, which know how to compute with parts."""
-    watched, frame = _watched[parameter], sys._getframe(2)
+    watched, frame = _watched[parameter], cast(Any, sys._getframe(1))
+    while frame.f_globals is globals():
+        frame = frame.f_back
     is_engine = frame.f_globals.get("__name__", "").startswith("echelon.")
     while frame is not None and frame.f_code not in _MODULE_CODE:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None and not is_engine and watched.guard is not None:
         raise UserError(f"{watched.name}: {watched.part}")
 
