@@ -40,8 +40,7 @@ class Edge(NamedTuple):
 
     NCCL runs all unbatched operations of one communicator in one order, over all peers: a receive that waits
     for rank r−1 would hold up the send to rank r+1, on which rank r−1 may be waiting. So there each edge has
-    a communicator of two ranks. Gloo and shared memory keep pairs of ranks apart by themselves: one group
-    serves all edges.
+    a communicator of two ranks. Gloo and shared memory keep pairs apart: one group serves all edges.
     """
 
     group: Group
@@ -198,13 +197,13 @@ class Mesh:
         """
         column = self.layout.group("pipeline", self.rank)
         with without_serialization_warning():
-            process_group = new_process_group(_ranks_of_pair(column, pair), partial(self._edge_ranks, pairs))
+            process_group = new_process_group(
+                _ranks_of_pair(column, pair),
+                lambda: [_ranks_of_pair(each, p) for each in self.layout.groups("pipeline") for p in pairs],
+            )
         if process_group is None:
             return None
         return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
-
-    def _edge_ranks(self, pairs: Collection[tuple[int, int]]) -> list[list[int]]:
-        return [_ranks_of_pair(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
 
     def _keep_open(self, group: Group) -> Group:
         """This mesh closes the group."""
@@ -221,8 +220,7 @@ class Mesh:
     def close(self, *, failed: bool = False) -> None:
         """Close all groups of this mesh, any number of times, also when peers are gone (`failed`).
 
-        Without this, the threads, sockets and shared memory of a mesh stay until the process ends, because
-        torch keeps every process group in a global table.
+        Without this, its threads, sockets and shared memory stay: torch keeps process groups in a table.
         """
         with ExitStack() as stack:  # closes the others even if one raises
             if self._boundary is not None:

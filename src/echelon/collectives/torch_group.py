@@ -210,8 +210,7 @@ class TorchGroup(Group):
     def _side(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream where completions of this group's collectives are recorded, and receives begin.
 
-        torch hands out the same 32 streams of a priority again and again. One of the other priority than the
-        backend's is none on which something is sent.
+        torch hands out the same 32 streams of a priority again and again: it has another than the backend's.
         """
         if device not in self._side_streams:
             priority = 0 if self._backend(device.type).has_urgent_streams else -1
@@ -219,7 +218,6 @@ class TorchGroup(Group):
         return self._side_streams[device]
 
     def _backend(self, device_type: str, operation: str = "operations") -> Backend:
-        """Return what moves the tensors of this type of device."""
         if device_type not in self._backends:
             caller = f"{operation} along {self.axis}"
             self._backends[device_type] = backend_of(self.process_group, device_type, caller)
@@ -364,9 +362,6 @@ class ChainedWork(Work):
 
     def in_background(self) -> None:
         self._work.in_background()
-
-    def done_at(self) -> float | None:
-        return None
 
 
 def explained(error: RuntimeError, place: str) -> RuntimeError:

@@ -19,6 +19,7 @@ import torch
 
 from echelon.data.corpus import Corpus
 from echelon.errors import did_you_mean, raise_errors
+from echelon.nn.hashing import ROUNDS
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -49,17 +50,12 @@ def shuffle(places: Places, n: int, seed: int, epoch: int) -> Places:
 def _feistel(places: Places, side: int, keys: npt.NDArray[np.uint64]) -> Places:
     left, right = np.divmod(places, side)
     for key in keys:
-        left, right = right, (left + _hash(right, key, side)) % side
+        # Each digit is hashed to a number below `side`: the steps of splitmix64, which wrap at 64 bits.
+        z = right.astype(np.uint64) ^ key
+        for shift, factor in ROUNDS:
+            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+        left, right = right, (left + (z % np.uint64(side)).astype(np.int64)) % side
     return left * side + right
-
-
-def _hash(digits: Places, key: np.uint64, side: int) -> Places:
-    """Hash each digit to a number below `side`: the steps of splitmix64, which wrap around at 64 bits."""
-    z = digits.astype(np.uint64) ^ key
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return (z % np.uint64(side)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,12 @@ class Batches:
     def __post_init__(self) -> None:
         subject = f"the {self.split} batches of corpus '{self.corpus.name}'"
         raise_errors(subject, _argument_errors(self))
-        raise_errors(subject, _length_errors(self))
+        needed = self.batch * self.sequence + 1
+        short = (
+            f"the {self.split} split has {self.tokens:,} tokens; one batch ({self.batch} × {self.sequence} "
+            f"+ 1) needs {needed:,}: {_length_fix(self, needed)}"
+        )
+        raise_errors(subject, [short] if self.windows < self.batch else [])
 
     @property
     def tokens(self) -> int:
@@ -108,7 +109,11 @@ class Batches:
         Rows are split as numpy.array_split does: if the batch is not divisible by n, the first replicas have
         one row more.
         """
-        raise_errors(f"step {step}, part {part}", _place_errors(step, part))
+        index, parts = part
+        errors = integer_errors(("step", step, 0))
+        if not (_is_integer(parts, 1) and _is_integer(index, 0) and index < parts):
+            errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
+        raise_errors(f"step {step}, part {part}", errors)
         samples = step * self.batch + rows_of_part(self.batch, *part)
         windows = order_samples(samples, self.windows, self.seed)
         first_token = len(self.corpus) - self.tokens if self.split == "validation" else 0
@@ -164,16 +169,6 @@ def _argument_errors(batches: Batches) -> list[str]:
     return errors
 
 
-def _length_errors(batches: Batches) -> list[str]:
-    if batches.windows >= batches.batch:
-        return []
-    needed = batches.batch * batches.sequence + 1
-    return [
-        f"the {batches.split} split has {batches.tokens:,} tokens; one batch ({batches.batch} × "
-        f"{batches.sequence} + 1) needs {needed:,}: {_length_fix(batches, needed)}"
-    ]
-
-
 def _length_fix(batches: Batches, needed: int) -> str:
     total = len(batches.corpus)
     enough = ceil(1000 * needed / total) / 1000 if total else 1.0
@@ -186,14 +181,6 @@ def _length_fix(batches: Batches, needed: int) -> str:
         fixes.append("lower validation_fraction")
     fixes.append("shorten the sequence, or use a larger corpus")
     return "; or ".join(fixes)
-
-
-def _place_errors(step: int, part: tuple[int, int]) -> list[str]:
-    errors = integer_errors(("step", step, 0))
-    index, parts = part
-    if not (_is_integer(parts, 1) and _is_integer(index, 0) and index < parts):
-        errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
-    return errors
 
 
 def _is_integer(value: Any, minimum: int) -> bool:

@@ -1,11 +1,42 @@
-"""The experts of a model as plain data: `ExpertsConfig`. It needs no torch; `blocks` builds the modules."""
+"""The experts of a model as plain data: `ExpertsConfig`. It needs no torch; `blocks` builds the modules.
+
+`value_errors` are those of single values of any config: counts, numbers, yes or no.
+"""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
-from echelon.models.value_checks import value_errors
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)
+
+
+# Kind of value → what it must be, and the check.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("an integer, at least 1", lambda value: _is_integer(value) and value >= 1),
+    "count or 0": ("an integer, at least 0", lambda value: _is_integer(value) and value >= 0),
+    "number": ("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf),
+    "weight": ("a number, at least 0", lambda value: _is_number(value) and 0 <= value < math.inf),
+    "fraction": ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+}
+
+
+def value_errors(config: object, kind: str, *names: str) -> list[str]:
+    """List the fields of a config that are not of this kind."""
+    rule, is_valid = _RULES[kind]
+    values = {name: getattr(config, name) for name in names}
+    return [f"{name}={value!r}: must be {rule}" for name, value in values.items() if not is_valid(value)]
+
 
 GateName = Literal["softmax", "noisy-top-k", "switch", "gshard", "sigmoid", "hierarchical"]
 
@@ -146,16 +177,14 @@ def _group_errors(config: ExpertsConfig) -> list[str]:
 
 
 def _unread_errors(config: ExpertsConfig) -> list[str]:
-    """Fields that are set, and that the gate does not read."""
-    read = GATE_FIELDS[config.gate]
-    return [
-        f"{name}={value!r} gate={config.gate!r}: this gate does not read {name}; leave it out, or use "
-        f"{' or '.join(repr(gate) for gate, fields in GATE_FIELDS.items() if name in fields)}"
-        for name, default in _gate_defaults().items()
-        if name not in read and (value := getattr(config, name)) != default
-    ]
-
-
-def _gate_defaults() -> dict[str, Any]:
-    names = {name for fields in GATE_FIELDS.values() for name in fields}
-    return {field.name: field.default for field in dataclasses.fields(ExpertsConfig) if field.name in names}
+    """Fields that are set, and that only another gate reads."""
+    errors = []
+    for field in dataclasses.fields(ExpertsConfig):
+        gates = [repr(gate) for gate, names in GATE_FIELDS.items() if field.name in names]
+        value = getattr(config, field.name)
+        if gates and repr(config.gate) not in gates and value != field.default:
+            errors.append(
+                f"{field.name}={value!r} gate={config.gate!r}: this gate does not read {field.name}; leave "
+                f"it out, or use {' or '.join(gates)}"
+            )
+    return errors

@@ -1,9 +1,10 @@
-"""The failure of a rank, and the root cause among several failures.
+"""The failure of a rank, the root cause among several failures, and the errors of a launch that loses a rank.
 
 When one rank is lost, the others soon fail too, in their collectives, and their messages may arrive
 first. So failures are ordered by kind first, and then by time.
 """
 
+import contextlib
 import enum
 import errno
 import os
@@ -12,12 +13,35 @@ import sys
 import tempfile
 import time
 import traceback as tracebacks
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
-from echelon.launching.errors import PeerLost
 from echelon.launching.packing import pack, unpack
+
+
+class PeerLost(RuntimeError):  # noqa: N818 (says what happened)
+    """A rank cannot continue because another rank is gone or failed: a consequence, never the root cause."""
+
+
+class RankFailed(RuntimeError):  # noqa: N818 (says what happened)
+    """One rank ended the run. `rank` is the root cause; `others` has a line about each other rank."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "", others: Sequence[str] = ()) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        self.others = tuple(others)
+        stack = ["", traceback.rstrip()] if traceback else []
+        super().__init__("\n".join([f"rank {rank} {reason}", *(f"  {line}" for line in others), *stack]))
+
+    def __reduce__(self) -> tuple[type["RankFailed"], tuple[int, str, str, tuple[str, ...]]]:
+        return type(self), (self.rank, self.reason, self.traceback, self.others)
+
+
+class RankHung(RankFailed):
+    """No rank gave a sign of life within the deadline. `traceback` holds the stacks of every rank."""
+
 
 # In a RuntimeError of gloo, or of the sockets below it, these words mean that the other side is gone.
 _PEER_WORDS = (
@@ -68,12 +92,19 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         return Failure(rank, Kind.RAISED, f"raised {full}", text, full)
     kind = Kind.PEER_LOST if is_peer_error(error) else Kind.RAISED
     headline = "".join(tracebacks.format_exception_only(error)).strip()
-    return Failure(rank, kind, f"raised {headline}", text, _portable_user_error(error))
+    user_error = None
+    with contextlib.suppress(Exception):  # a subclass may not survive pickling
+        if isinstance(error, UserError) and type(unpack(pack(error))) is type(error):
+            user_error = error
+    return Failure(rank, kind, f"raised {headline}", text, user_error)
 
 
 def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
     """Return the failure of a rank whose process ended."""
-    reason = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    reason = (
+        f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
+    )
     reason += " while it started" if while_starting else " before it finished"
     if -code == signal.SIGKILL:
         reason += " (the system sends SIGKILL when memory runs out: see dmesg, or use less memory)"
@@ -97,16 +128,6 @@ def full_disk_error(error: BaseException) -> UserError | None:
     )
 
 
-def _portable_user_error(error: BaseException) -> UserError | None:
-    """`error` if it is a UserError that can be sent; a subclass may not survive pickling."""
-    if not isinstance(error, UserError):
-        return None
-    try:
-        return error if type(unpack(pack(error))) is type(error) else None
-    except Exception:
-        return None
-
-
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -124,10 +145,3 @@ def _means_peer_lost(error: BaseException) -> bool:
         if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
             return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _PEER_WORDS)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

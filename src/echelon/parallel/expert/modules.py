@@ -28,8 +28,7 @@ SUBJECT = "experts"
 class RowExchange:
     """An all-to-all of rows, and of their gradients in reverse.
 
-    `sent` and `received`: how many rows go to, and come from, each rank of `group`. Between `start` and
-    `wait` other work can run, in both passes.
+    `sent`, `received`: the rows to and from each rank of `group`. Work can run between `start` and `wait`.
     """
 
     def __init__(self, group: Group, sent: Sequence[int], received: Sequence[int]) -> None:
@@ -47,7 +46,6 @@ class RowExchange:
         return arriving
 
     def wait(self, arriving: Tensor) -> Tensor:
-        """The rows that have come."""
         arrived: Tensor = _Wait.apply(arriving, self)  # type: ignore[no-untyped-call]
         return arrived
 
@@ -192,8 +190,7 @@ class SpreadExperts(Wrapper):
 
 
 class _Unused(torch.autograd.Function):
-    """No token came for any expert of this rank. Their gradient is zero, as it is of one expert among others
-    that are used; without one, an optimizer would leave them out."""
+    """No token came for this rank's experts. Their gradient is zero: without, optimizers leave them out."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, form: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -221,7 +218,6 @@ def experts_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def counts_of(slots: Slots) -> Tensor:
-    """Count the slots of each expert."""
     return slots.ends.long().diff(prepend=slots.ends.new_zeros(1))
 
 
@@ -232,20 +228,17 @@ def take_rows(hidden_states: Tensor, slots: Slots, number: int) -> Tensor:
 
 
 def mix_rows(rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
-    """The sum over the slots of each token, of the rows of the first slots, weighted by `weights`
-    [tokens, k]."""
+    """The sum over the slots of each token, of the first slots' rows weighted by `weights` [tokens, k]."""
     mixed: Tensor = _MixRows.apply(rows, weights, slots)  # type: ignore[no-untyped-call]
     return mixed
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Return where each row goes."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in this order."""
     permuted: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
     return permuted
 
@@ -304,5 +297,4 @@ def _padded(rows: Tensor, slots: Slots) -> Tensor:
 
 
 def _first(slots: Slots, number: int) -> Slots:
-    """The first of them, in sorted order."""
     return slots._replace(order=slots.order[:number])

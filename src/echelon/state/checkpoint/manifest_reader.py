@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, TypeVar, final
 
-import torch
-
 from echelon.errors import UserError
 from echelon.state.weight_files.tensor_file import DTYPES
 
@@ -51,7 +49,6 @@ class Reader:
             self._errors.append(f"{shown(entry)}: {rule}")
 
     def finish(self) -> None:
-        """Raise the errors, if there are any."""
         if self._errors:
             more = self._num_errors - len(self._errors)
             rest = [f"and {more} more"] if more else []
@@ -152,8 +149,7 @@ class Reader:
 def check_pieces(
     reader: Reader, tensors: Sequence[PlacedTensor], file_bytes: dict[str, int], *, is_whole: bool = True
 ) -> None:
-    """Check that each tensor has every element once, that no two pieces lie at one place of a file, and that
-    no file is to hold more than its bytes."""
+    """Check that tensors have every element once, that pieces do not overlap, and that files hold them."""
     claimed: Counter[str] = Counter()
     places: set[tuple[str, str]] = set()
     budget = CornerBudget(sum(len(pieces) for _, _, _, pieces in tensors))
@@ -192,7 +188,6 @@ class CornerBudget:
         self._left = _FREE_CORNERS + _CORNERS_PER_BOX * num_boxes
 
     def take(self, count: int) -> bool:
-        """Return whether so many more corners are allowed."""
         is_enough = count <= min(self._left, MOST_CORNERS)
         self._left -= count if is_enough else 0
         return is_enough
@@ -232,13 +227,8 @@ def _corners_cancel(shape: Shape, boxes: Sequence[Box], cut: Sequence[int]) -> b
 
 
 def inside(entry: str, name: str) -> str:
-    """Name an entry of an entry, for messages. Made for every entry: a long name must not be copied for each
-    that it holds."""
+    """Name an entry of an entry, for messages. Short: it is made for every entry."""
     return f"{entry} {name[:_LONGEST_SHOWN]}"[:_LONGEST_SHOWN]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return DTYPE_NAMES[name]
 
 
 def shown(value: object) -> str:

@@ -7,19 +7,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.engine.audit import MODES
 from echelon.engine.auto import ranks_here
 from echelon.engine.stage_split import split_stages
-from echelon.errors import UserError, did_you_mean
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
 from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import AUTO, Plan
+from echelon.train.jobs.job import Job, OptimizerJob
 from echelon.train.jobs.machine_fit import host_memory_errors, rank_error, ranks_on_this_host
 from echelon.train.jobs.task_rules import DATA_CHECKS, MODEL_CHECKS, Findings
 from echelon.train.runs.run_folder import place_error
@@ -27,9 +28,6 @@ from echelon.train.task import TASKS
 from echelon.update.nonfinite import why_unskippable
 from echelon.update.optim.learning_rate import schedule_errors
 from echelon.update.precision.loss_scaling import loss_scale_errors
-
-if TYPE_CHECKING:
-    from echelon.train.jobs.job import Job, OptimizerJob
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "sm3")
 
@@ -51,7 +49,12 @@ _LEAST = {
 _TOO_MANY = 2**63  # more than torch and numpy can count
 
 
-def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
+def check(job: Job) -> None:
+    """Raise one UserError with every error that shows before a rank starts."""
+    raise_errors("the job", job_errors(job))
+
+
+def job_errors(job: Job, unread: Iterable[str] = ()) -> list[str]:
     """Every error that shows before a rank starts.
 
     `unread` names keys ("steps", "model.layers") whose value could not be read, so that they have their
@@ -63,20 +66,30 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     _check_optimizer(job.optimizer, findings)
     plan = _check_plan(job, findings)
     check_numbers(job, plan, findings)
-    _check_copies(job, plan, findings)
+    if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
+        findings.add(
+            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
+            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
+            "keep",
+        )
     if not findings.all_valid("task"):  # of which task the other keys are is not known
         _check_schedule(job, findings)
         return findings.errors
     config = MODEL_CHECKS[job.task](job, findings)
     _check_schedule(job, findings)
-    _check_data(job, findings)
+    fraction, key = job.data.validation_fraction, "data.validation_fraction"
+    if not 0 <= fraction < 1:
+        findings.add(f"{key}={fraction}: must be at least 0 and below 1", key)
     DATA_CHECKS[job.task](job, config, findings)
     if plan is not None and config is not None and findings.all_valid("plan"):
-        _check_machine(job, config, plan, findings)
+        for error in host_memory_errors(job, config, plan, ranks_on_this_host(ranks_here(plan))):
+            findings.add(error, "plan", "model")
+        if findings.all_valid("plan"):
+            findings.errors += [f"plan '{plan}': {error}" for error in division_errors(config, plan)]
     return findings.errors
 
 
-def _check_counts(job: "Job", findings: Findings) -> None:
+def _check_counts(job: Job, findings: Findings) -> None:
     for name, least in _LEAST.items():
         value = getattr(job, name)
         if value is None or isinstance(value, str):  # keep='memory'
@@ -86,7 +99,18 @@ def _check_counts(job: "Job", findings: Findings) -> None:
         if value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
     if findings.all_valid("save_every", "keep_every") and job.keep_every:
-        _check_kept(job, findings)
+        if job.save_every == 0:
+            findings.add(
+                f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
+                f"save_every={job.keep_every}, or leave keep_every out",
+                "keep_every",
+            )
+        elif job.keep_every % job.save_every:
+            findings.add(
+                f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; "
+                f"set keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
+                "keep_every",
+            )
     if findings.all_valid("save_every", "keep") and job.keep == "memory" and job.save_every == 0:
         findings.add(
             "keep='memory' save_every=0: no copy would be made; set save_every to the steps between two "
@@ -95,33 +119,7 @@ def _check_counts(job: "Job", findings: Findings) -> None:
         )
 
 
-def _check_copies(job: "Job", plan: Plan | None, findings: Findings) -> None:
-    """A rank goes on from its own file in memory, so it must own what it trains."""
-    if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
-        findings.add(
-            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
-            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
-            "keep",
-        )
-
-
-def _check_kept(job: "Job", findings: Findings) -> None:
-    """Checkpoints that are kept for good must be among those that are saved."""
-    if job.save_every == 0:
-        findings.add(
-            f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
-            f"save_every={job.keep_every}, or leave keep_every out",
-            "keep_every",
-        )
-    elif job.keep_every % job.save_every:
-        findings.add(
-            f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; set "
-            f"keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
-            "keep_every",
-        )
-
-
-def _check_names(job: "Job", findings: Findings) -> None:
+def _check_names(job: Job, findings: Findings) -> None:
     if job.task not in TASKS:
         findings.add(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}", "task")
     if job.audit not in MODES:
@@ -152,7 +150,7 @@ def _check_names(job: "Job", findings: Findings) -> None:
             findings.add(f"out={job.out}: {error}", "out")
 
 
-def _check_optimizer(optimizer: "OptimizerJob", findings: Findings) -> None:
+def _check_optimizer(optimizer: OptimizerJob, findings: Findings) -> None:
     if optimizer.name not in OPTIMIZERS:
         findings.add(f"optimizer.name={optimizer.name}: is unknown{did_you_mean(optimizer.name, OPTIMIZERS)}")
     if not 0 < optimizer.learning_rate < math.inf:
@@ -168,39 +166,27 @@ def _check_optimizer(optimizer: "OptimizerJob", findings: Findings) -> None:
         findings.add(f"optimizer.betas={list(optimizer.betas)}: each must be at least 0 and below 1")
 
 
-def _check_plan(job: "Job", findings: Findings) -> Plan | None:
+def _check_plan(job: Job, findings: Findings) -> Plan | None:
     """The plan, if it is one."""
     if not job.plan.strip():
         findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
     if not findings.all_valid("plan"):
         return None
     plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
-    if plan is None:
-        return None
-    if findings.all_valid("loss_scale"):
+    if plan is not None and findings.all_valid("loss_scale"):
         for error in loss_scale_errors(job.loss_scale, plan.precision):
             findings.add(error, "loss_scale")
-    for unfit in (rank_error(plan), work_error(plan)):
+    for unfit in () if plan is None else (rank_error(plan), work_error(plan)):
         if unfit is not None:
             findings.add(unfit, "plan")
-    if findings.all_valid("plan", "batch") and job.batch < plan.data:
+    if plan is not None and findings.all_valid("plan", "batch") and job.batch < plan.data:
         findings.add(
             f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}", "batch"
         )
     return plan
 
 
-def _check_machine(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, findings: Findings) -> None:
-    """Check that this machine can hold the model, and that the plan can divide it."""
-    ranks = ranks_on_this_host(ranks_here(plan))
-    for error in host_memory_errors(job, config, plan, ranks):
-        findings.add(error, "plan", "model")
-    if findings.all_valid("plan"):
-        for error in division_errors(config, plan):
-            findings.add(f"plan '{plan}': {error}", "plan")
-
-
-def _check_schedule(job: "Job", findings: Findings) -> None:
+def _check_schedule(job: Job, findings: Findings) -> None:
     optimizer = job.optimizer
     errors = schedule_errors(
         optimizer.schedule if findings.all_valid("optimizer.schedule") else None,
@@ -212,17 +198,6 @@ def _check_schedule(job: "Job", findings: Findings) -> None:
     for error in errors:
         findings.add(f"optimizer.schedule: {error}")
 
-
-def _check_data(job: "Job", findings: Findings) -> None:
-    fraction = job.data.validation_fraction
-    if not 0 <= fraction < 1:
-        findings.add(
-            f"data.validation_fraction={fraction}: must be at least 0 and below 1",
-            "data.validation_fraction",
-        )
-
-
-# Plans whose steps have more work than can be scheduled.
 
 MOST_WORK = 10**6  # forwards of a pipeline's step
 
@@ -238,9 +213,6 @@ def work_error(plan: Plan) -> str | None:
         f"plan '{plan}': a step has {forwards:,} forwards (stages × chunks × microbatches), and at most "
         f"{MOST_WORK:,} can be scheduled; use fewer microbatches"
     )
-
-
-# Whether a plan can divide a job's model, before a rank starts: stages, heads, ties, a schedule file.
 
 
 def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
@@ -277,7 +249,7 @@ def _errors(divide: Callable[[], object]) -> list[str]:
 CHOICES = ("skip", "stop")
 
 
-def check_numbers(job: "Job", plan: Plan | None, findings: Findings) -> None:
+def check_numbers(job: Job, plan: Plan | None, findings: Findings) -> None:
     """`plan`: if it is valid."""
     if job.nonfinite not in (None, *CHOICES):
         findings.add(f"nonfinite={job.nonfinite!r}: must be one of {', '.join(CHOICES)}", "nonfinite")
@@ -287,20 +259,17 @@ def check_numbers(job: "Job", plan: Plan | None, findings: Findings) -> None:
     factor = job.spike_factor
     if factor != 0 and not 1 < factor < math.inf:
         findings.add(f"spike_factor={factor}: must be a number above 1, or 0 for none", "spike_factor")
-    if factor and findings.all_valid("spike_factor", "save_every"):
-        _check_rollbacks(job, plan, findings)
-
-
-def _check_rollbacks(job: "Job", plan: Plan | None, findings: Findings) -> None:
+    if not factor or not findings.all_valid("spike_factor", "save_every"):
+        return
     if job.save_every == 0:
         findings.add(
-            f"spike_factor={job.spike_factor} save_every=0: after a spike training goes back to a "
-            "checkpoint, and none is saved before the end; set save_every=100, or spike_factor=0",
+            f"spike_factor={factor} save_every=0: after a spike training goes back to a checkpoint, and none "
+            "is saved before the end; set save_every=100, or spike_factor=0",
             "spike_factor",
         )
     if plan is not None and plan.sync == "async":
         findings.add(
-            f"spike_factor={job.spike_factor} sync=async: workers see losses of their own, and cannot go "
-            "back together; use sync=all-reduce, or spike_factor=0",
+            f"spike_factor={factor} sync=async: workers see losses of their own, and cannot go back "
+            "together; use sync=all-reduce, or spike_factor=0",
             "spike_factor",
         )

@@ -7,7 +7,8 @@ cannot run.
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
@@ -26,16 +27,23 @@ from echelon.models import (
 from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.quantities import show_bytes
-
-if TYPE_CHECKING:
-    from echelon.train.jobs.job import Job, OptimizerJob
+from echelon.train.jobs.job import Job, OptimizerJob
 
 RANKS_PER_CORE = 64  # more processes only fill the machine
 
 
 def rank_error(plan: Plan) -> str | None:
     """Why the ranks of `plan` are not those that are running, or too many to start."""
-    return _error_under_torchrun(plan) if is_under_torchrun() else _error_here(plan)
+    if is_under_torchrun():
+        return _error_under_torchrun(plan)
+    most = most_ranks_here()
+    if plan.pipeline == AUTO or plan.ranks <= most:
+        return None
+    return (
+        f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({os.cpu_count() or 1} cores) starts at "
+        f"most {most}; use fewer ranks, start them on several machines with torchrun, or add --elastic, "
+        "which shrinks data= to what fits"
+    )
 
 
 def ranks_on_this_host(ranks: int) -> int:
@@ -45,17 +53,6 @@ def ranks_on_this_host(ranks: int) -> int:
 
 def most_ranks_here() -> int:
     return RANKS_PER_CORE * (os.cpu_count() or 1)
-
-
-def _error_here(plan: Plan) -> str | None:
-    most = most_ranks_here()
-    if plan.pipeline == AUTO or plan.ranks <= most:
-        return None
-    return (
-        f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({os.cpu_count() or 1} cores) starts at "
-        f"most {most}; use fewer ranks, start them on several machines with torchrun, or add --elastic, "
-        "which shrinks data= to what fits"
-    )
 
 
 def _error_under_torchrun(plan: Plan) -> str | None:
@@ -68,18 +65,13 @@ def _error_under_torchrun(plan: Plan) -> str | None:
         )
     if plan.pipeline == AUTO or plan.ranks == running:
         return None
+    others = plan.ranks // plan.data
+    can_shrink = running < plan.ranks and running % others == 0
+    elastic = f"; or add --elastic, which trains with data={running // others} and the same global batch"
     return (
         f"plan '{plan}': needs {plan.ranks} ranks, but torchrun started {running}; start torchrun with "
-        f"{plan.ranks} processes in total, or change the plan{_elastic_fix(plan, running)}"
+        f"{plan.ranks} processes in total, or change the plan{elastic if can_shrink else ''}"
     )
-
-
-def _elastic_fix(plan: Plan, running: int) -> str:
-    """With fewer ranks than the plan has, another way out."""
-    others = plan.ranks // plan.data
-    if running >= plan.ranks or running % others:
-        return ""
-    return f"; or add --elastic, which trains with data={running // others} and the same global batch"
 
 
 _STATES = {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}  # tensors of optimizer state per weight
@@ -101,7 +93,7 @@ class RankBytes(NamedTuple):
         return f"{show_bytes(self.total)} ({parts})"
 
 
-def num_states(optimizer: "OptimizerJob") -> int:
+def num_states(optimizer: OptimizerJob) -> int:
     """Return the number of state tensors that the optimizer keeps for each weight."""
     is_momentum = optimizer.name in ("sgd", "sm3")
     return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
@@ -134,7 +126,7 @@ def _even_bytes(parameters: float, plan: Plan, states: int, expert: int) -> Rank
     return RankBytes(held * size / parts[0], held * size / parts[1], held * state / parts[2])
 
 
-def host_memory_errors(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, ranks: int) -> list[str]:
+def host_memory_errors(job: Job, config: ModelConfig | ImageConfig, plan: Plan, ranks: int) -> list[str]:
     """An error if the ranks of this machine need more memory together than it has. GPUs have their own."""
     free = available_memory()
     if free is None or torch.cuda.device_count() >= ranks:
@@ -149,7 +141,7 @@ def host_memory_errors(job: "Job", config: ModelConfig | ImageConfig, plan: Plan
     ]
 
 
-def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: torch.device) -> None:
+def refuse_small_device(job: Job, config: ModelConfig | ImageConfig, device: torch.device) -> None:
     """Raise if this rank's part does not fit into its GPU; called in the rank, which has the device."""
     if device.type != "cuda":
         return
@@ -165,24 +157,24 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
         )
 
 
-def state_bytes(job: "Job", config: ModelConfig | ImageConfig) -> float:
+def state_bytes(job: Job, config: ModelConfig | ImageConfig) -> float:
     """Return the bytes that a rank must keep to go on, at least: weights and the optimizer's state."""
     needed = _needed(job, config, Plan.parse(job.plan))
     return needed.weights + needed.optimizer
 
 
-def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
+def _needed(job: Job, config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
     routed = config.num_routed_parameters if isinstance(config, ModelConfig) else 0
     return rank_bytes(num_parameters(config), plan, num_states(job.optimizer), routed)
 
 
-def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
+def _fix(job: Job, config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
     """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
-    for zero in range(plan.zero + 1, 4):
-        sharded = _with_zero(plan, zero)
-        if sharded is not None and _needed(job, config, sharded).total <= free:
-            return f"add zero={zero} to the plan, which shards them"
+    for zero in range(plan.zero + 1, 4) if plan.pipeline != AUTO else ():
+        with suppress(UserError):  # of a plan that cannot have it
+            if _needed(job, config, dataclasses.replace(plan, zero=zero)).total <= free:
+                return f"add zero={zero} to the plan, which shards them"
     if isinstance(config, ModelConfig):
         sizes = {name: preset(name).num_parameters for name in presets()}
     else:
@@ -191,11 +183,3 @@ def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float)
     smaller = max(fitting, key=lambda name: fitting[name], default=None)
     model = "a smaller model" if smaller is None else f"a smaller model (the preset {smaller} fits)"
     return f"use {model}, or more ranks on other machines with torchrun (tensor, pipeline, zero=3)"
-
-
-def _with_zero(plan: Plan, zero: int) -> Plan | None:
-    try:
-        sharded = dataclasses.replace(plan, zero=zero)
-    except UserError:
-        return None
-    return sharded if plan.pipeline != AUTO else None

@@ -53,8 +53,7 @@ class FlatUnit:
         sharded: bool,
         owner: UnitOwner | None = None,
     ) -> None:
-        """`sharded`: between uses each rank of `group` holds its part alone; else the whole weights stay, and
-        the shard is a part of them."""
+        """`sharded`: between uses each rank of `group` holds its part alone; else all weights."""
         self.name, self.parameters, self.group, self.sharded = name, parameters, group, sharded
         self._owner = owner or UnitOwner()
         first = parameters[0][1]
@@ -103,7 +102,6 @@ class FlatUnit:
                 yield LocalParameter(name, parameter, run, low - begin)
 
     def part_of_gradient(self, local: LocalParameter) -> Tensor:
-        """The summed gradient of one run."""
         assert self.gradient.part is not None
         return self._run_in(self.gradient.part, local)
 
@@ -180,7 +178,6 @@ class FlatUnit:
     # Changes of whole weights that do not stay.
 
     def _gathered_runs(self) -> list[Tensor]:
-        """This rank's part of the whole weights, as runs."""
         part = self._local_part(self.flat)
         return [self._run_in(part, local) for local in self._local]
 
@@ -189,7 +186,6 @@ class FlatUnit:
             self._changes.compare(self._gathered_runs())
 
     def start_step(self) -> None:
-        """Forget what earlier passes have changed."""
         self._changes.start_step()
 
     def start_update(self) -> None:

@@ -49,7 +49,8 @@ class Idle:
 
     def watch(self, name: str, parameter: nn.Parameter, part: str | None = None) -> None:
         """`part`: what to tell those who read its values, where these are a part of something."""
-        if not _is_traced_apart(parameter):
+        # A type of another library has attributes of its own.
+        if type(parameter) is nn.Parameter or type(parameter).__module__.startswith("echelon."):
             kind = IdleParameter if part is None else PartParameter
             _watched[parameter] = _Watched(ref(self), name, kind, part)
             self._parameters.append(parameter)
@@ -116,7 +117,6 @@ class IdleParameter(nn.Parameter):
 
 
 def idle_kind(parameter: nn.Parameter, kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that a parameter of this kind has now."""
     return _watched[parameter].kind if kind is nn.Parameter and is_idle(parameter) else kind
 
 
@@ -226,11 +226,6 @@ def _check_part(parameter: PartParameter) -> None:
         frame = frame.f_back
     if frame is None and not is_engine and watched.guard is not None:
         raise UserError(f"{watched.name}: {watched.part}")
-
-
-def _is_traced_apart(parameter: nn.Parameter) -> bool:
-    """Return whether its type is of another library, with attributes of its own."""
-    return type(parameter) is not nn.Parameter and not type(parameter).__module__.startswith("echelon.")
 
 
 class FreedParameter(nn.Parameter):
@@ -364,7 +359,6 @@ class NewWeights:
                 each.parameter.__class__ = FreedParameter
 
     def arrive(self, local: Sequence[LocalParameter]) -> None:
-        """They are there."""
         for each in local:
             if each.parameter in self._local:
                 mark_whole(each.parameter)

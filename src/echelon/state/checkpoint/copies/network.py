@@ -81,8 +81,7 @@ def num_files(host: str, hosts: Sequence[str], keepers: Sequence[int | None]) ->
 
 
 def send(copy: RankCopy | None, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to send a copy, or the word that there is none. The memory must stay as it is until each work has
-    been waited for."""
+    """Begin to send a copy, or the word that there is none. Its memory must stay until each work is done."""
     if copy is None:
         parts = [torch.zeros(2, dtype=torch.int64)]
     else:
@@ -92,8 +91,7 @@ def send(copy: RankCopy | None, to: int, group: dist.ProcessGroup) -> list[dist.
 
 
 def receive(make_room: Callable[[int], Tensor], source: int, group: dist.ProcessGroup) -> RankCopy:
-    """Receive a file into the memory that `make_room(size)` gives. If that raises, the file is received and
-    dropped, so that its sender does not wait."""
+    """Receive a file into the memory of `make_room(size)`; if that raises, drop it: no sender waits."""
     sizes = torch.empty(2, dtype=torch.int64)
     dist.recv(sizes, source, group)
     manifest_bytes, file_bytes = sizes.tolist()

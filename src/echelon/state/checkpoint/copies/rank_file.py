@@ -46,7 +46,6 @@ def own_numbers(owned: Iterable[OwnedSlice]) -> dict[str, Number]:
 
 
 def fill(memory: Tensor, layout: FileLayout, owned: Sequence[OwnedSlice]) -> None:
-    """Copy what a rank owns to its places in the file."""
     held = {each.slice: each.tensor for each in owned}
     FileImage(layout, lambda box: held[box]).fill(0, memory)
 
@@ -60,15 +59,13 @@ def describe_file(
 
 
 def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifest:
-    """Add the hash of the filled memory to the manifest."""
     hashed = FileHash()
     hashed.update(memory.numpy().data)
     return replace(manifest, files={layout.name: FileRecord(layout.size, hashed.hexdigest())})
 
 
 def open_rank_file(path: Path, plan: tuple[str, int] | None = None) -> SavedState:
-    """Open the file of a rank by its manifest, and compare every byte with its hash. Of another `plan` (and
-    number of ranks), if one is given, it is refused."""
+    """Open a rank's file by its manifest, check its hash, and refuse one of another `plan`."""
     data = read_regular(path, MOST_BYTES)
     try:
         manifest = Manifest.from_bytes(data, is_whole=False)
