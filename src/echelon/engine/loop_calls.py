@@ -1,5 +1,6 @@
 """The calls of an engine that a training loop makes."""
 
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
 
@@ -24,7 +25,7 @@ class LoopCalls(EngineCore):
         """This replica's part of a global batch."""
         return take_part(to_plain(batch), self.replica, self.replicas)
 
-    def step(self, batch: Any) -> Metrics:
+    def step(self, batch: Any, measure: Measure | None = None) -> Metrics:
         """Train on this replica's part of the batch. Replicas may hold different numbers of samples.
 
         `batch` is (inputs, targets), (a, b, targets), or a dict of the arguments of the model's forward with
@@ -36,11 +37,20 @@ class LoopCalls(EngineCore):
 
         A step whose gradients are not finite is skipped under fp16, and in every precision with
         nonfinite="skip": `skipped` of its metrics is true. Many in a row are an error. See docs/a-step.md.
+
+        `measure(output, targets)`, as in `evaluate`, is computed from the same forward passes; `measured` of
+        the metrics has its mean over the global batch. It waits for the device.
         """
         self._check_open()
         self._check_hidden()
         self._step.check_closed("engine.step(batch)")
-        return self._step.train(batch)
+        if measure is None:
+            return self._step.train(batch)
+        observed = self._observed(measure, None, trains=True)
+        with self._using(observed), observed.by(self._setup.observers):
+            metrics = self._step.train(batch)
+        metrics.measured = observed.measured()
+        return metrics
 
     # A loop of your own: docs/loops.md.
 
@@ -62,8 +72,7 @@ class LoopCalls(EngineCore):
         """
         self._check_open()
         self._check_hidden()
-        check_measure(measure, self.plan)
-        observed = self._observed(measure, collect)
+        observed = self._observed(measure, collect, trains=True)
         tally = self._step.forward_backward(batch, loss, observed, last=last)
         with self._step.discarded_if_failed():
             return observed.result(tally)
@@ -110,19 +119,20 @@ class LoopCalls(EngineCore):
 
         `collect(output, targets)` chooses what to hand back of each microbatch.
         """
-        self._check_open()
-        pair = self._reader.for_loss(no_loss).read(batch)
         observed = self._observed(None, collect or whole_output)
-        using = self._setup.layers.using(no_loss)
-        with self._watch.own_work(), using, observed.by(self._setup.observers):
-            self.ledger.start_step()
-            self._show_newest()
-            self._runner.forward(pair)
-            beat()
+        self._look(batch, observed, no_loss, nullcontext())
         return observed.outputs()
 
-    def _observed(self, measure: Measure | None, collect: Collect | None) -> Observed:
-        return Observed(self.mesh, self._local.program, measure, collect)
+    @torch.no_grad()
+    def predict(self, batch: Any, collect: Collect | None = None) -> Any:
+        """The outputs of the model for the whole global batch, in the order of its samples, on every rank: of
+        each replica's part, with the newest weights, in evaluation mode, without gradients.
+
+        `collect(output, targets)` chooses what to hand back of each microbatch.
+        """
+        observed = self._observed(None, collect or whole_output)
+        self._look(batch, observed, no_loss, self._runner.evaluation_mode(self._state.modules))
+        return observed.outputs(of_all=True)
 
     @torch.no_grad()
     def evaluate(self, batch: Any, measure: Measure | None = None) -> Evaluation:
@@ -132,16 +142,33 @@ class LoopCalls(EngineCore):
         over its samples, or (total, count), or a dict of these by name; `measured` of the result is the mean
         over the global batch, or means by name, the same under every plan. All ranks must give one, or none.
         """
+        observed = self._observed(measure, None)
+        mode = self._runner.evaluation_mode(self._state.modules)
+        loss, counted = self._update.agree(self._look(batch, observed, None, mode))
+        return Evaluation(loss / counted, round(counted), observed.measured())
+
+    def _look(
+        self, batch: Any, observed: Observed, loss: Loss | None, mode: AbstractContextManager[None]
+    ) -> Tensor:
+        """Take a batch forward with the newest weights; returns the tally of its losses on this rank."""
         self._check_open()
-        check_measure(measure, self.plan)
-        pair = self._reader.read(batch)
-        using = self._setup.layers.using(None, whole_logits=measure is not None)
-        with self._watch.own_work(), using:
+        pair = self._reader.for_loss(loss).read(batch)
+        with self._watch.own_work(), self._using(observed, loss), observed.by(self._setup.observers):
             self.ledger.start_step()
             self._show_newest()
-            evaluation = self._runner.evaluate(pair, measure, self._state.modules)
+            with mode:
+                tally = self._runner.forward(pair)
             beat()
-            return evaluation
+            return tally
+
+    def _observed(
+        self, measure: Measure | None, collect: Collect | None, *, trains: bool = False
+    ) -> Observed:
+        check_measure(measure, self.plan, trains=trains)
+        return Observed(self.mesh, self._local.program, measure, collect)
+
+    def _using(self, observed: Observed, loss: Loss | None = None) -> AbstractContextManager[None]:
+        return self._setup.layers.using(loss, whole_logits=observed.sees_output)
 
     # What one rank prints, and what all measure together.
 

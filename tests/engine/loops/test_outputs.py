@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import echelon
 from echelon import UserError
@@ -32,6 +32,7 @@ def check_outputs(plan: str, measures: bool = True) -> None:
         own = engine.local(batch)
         ours = engine.local(expected)
         torch.testing.assert_close(engine.forward(own), ours, rtol=0, atol=1e-9)
+        torch.testing.assert_close(engine.predict(own), expected, rtol=0, atol=1e-9)
         measure = right if measures else None
         result = engine.forward_backward(own, collect=logits_sum, measure=measure)
         torch.testing.assert_close(result.outputs, logits_sum(ours, own[1]), rtol=0, atol=1e-9)
@@ -73,11 +74,36 @@ def test_over_four_ranks(warm_ranks: Warm, plan: str) -> None:
     warm_ranks(4).run(check_outputs, plan)
 
 
+def check_uneven_predictions(plan: str) -> list[int]:
+    """Replicas have 5 and 3 samples, and 8 and none."""
+    (tokens, targets), sizes = batches(0)[0], []
+    network = nn.Sequential(model(), nn.Dropout(0.5))
+    expected = model().eval()(tokens).argmax(-1).detach()
+    with echelon.parallelize(
+        network, f"{plan} precision=fp64", optimizer=sgd, loss=cross_entropy, audit="off"
+    ) as engine:
+        for cut in (5, 8) if not engine.needs_samples else (5,):
+            part = slice(0, cut) if engine.replica == 0 else slice(cut, 8)
+            predicted = engine.predict((tokens[part], targets[part]), lambda output, _: output.argmax(-1))
+            assert torch.equal(predicted, expected)
+            sizes.append(len(predicted))
+        assert network.training
+        engine.module.train()
+        assert not torch.equal(engine.forward(engine.local((tokens, targets))), engine.local(expected))
+    return sizes
+
+
+def test_predictions_are_of_the_whole_batch_in_evaluation_mode(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(check_uneven_predictions, "data=2") == [[8, 8]] * 2
+    assert warm_ranks(4).run(check_uneven_predictions, "data=2 pipeline=2") == [[8]] * 4
+
+
 def test_rows_are_joined_and_what_has_none_is_refused() -> None:
     parts = [{"a": torch.ones(2, 3), "word": "same"}, {"a": torch.zeros(1, 3), "word": "same"}]
-    joined = join_rows(parts, [2, 1])
+    joined, samples = join_rows([(parts[0], 2), (None, 0), (parts[1], 1)])
+    assert samples == 3
     assert joined["word"] == "same"
     assert joined["a"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
     with pytest.raises(UserError, match=r"must count the samples.*collect=lambda"):
-        join_rows([torch.zeros(()), torch.zeros(())], [2, 1])
-    assert join_rows([], []) is None
+        join_rows([(torch.zeros(()), 2), (torch.zeros(()), 1)])
+    assert join_rows([(None, 0)]) == (None, 0)

@@ -44,7 +44,9 @@ def evaluate(plan: str) -> list[Any]:
     with echelon.parallelize(model(), plan, optimizer=adamw, loss=cross_entropy) as engine:
         local = engine.local(batch())
         kinds, pair = engine.evaluate(local, all_kinds), engine.evaluate(local, num_right)
-        engine.step(local)
+        measured = engine.step(local, all_kinds).measured
+        assert measured == pytest.approx(kinds.measured, rel=1e-12)
+        assert engine.step(local).measured is None
         return [kinds, pair.measured, engine.evaluate(local).measured]
 
 
@@ -64,6 +66,25 @@ def test_means_are_those_of_one_device(plan: str, warm_ranks: Callable[[int], Ra
         assert kinds.loss == pytest.approx(cross_entropy(output, targets)[0].item() / counted, rel=1e-12)
         assert pair == right
         assert nothing is None
+
+
+def measured_losses(plan: str) -> list[tuple[float, Any]]:
+    with echelon.parallelize(
+        model(), f"{plan} precision=fp64", optimizer=adamw, loss=cross_entropy
+    ) as engine:
+        steps = [engine.step(engine.local(batch()), cross_entropy) for _ in range(3)]
+        return [(metrics.loss, metrics.measured) for metrics in steps]
+
+
+@pytest.mark.parametrize(
+    "plan", ["update=backward", "data=2 microbatches=2", "pipeline=2 schedule=pipedream microbatches=3"]
+)
+def test_a_step_measures_what_its_losses_saw(plan: str, warm_ranks: Callable[[int], Ranks]) -> None:
+    """Also where the first step is rehearsed, or weights change between microbatches."""
+    for losses in warm_ranks(1 if plan == "update=backward" else 2).run(measured_losses, plan):
+        assert losses[0][0] != losses[1][0]
+        for loss, measured in losses:
+            assert measured == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +125,9 @@ def test_a_mean_over_nothing_is_not_a_number() -> None:
 
 
 def test_where_ranks_hold_parts_of_an_output_it_is_refused() -> None:
-    check_measure(None, Plan.parse("context=2"))
+    check_measure(None, Plan.parse("context=2"), trains=True)
+    check_measure(num_right, Plan.parse("data=2 sync=async"))
+    with pytest.raises(UserError, match="workers train without waiting"):
+        check_measure(num_right, Plan.parse("data=2 sync=async"), trains=True)
     with pytest.raises(UserError, match="a rank holds parts of an output"):
         check_measure(num_right, Plan.parse("context=2"))

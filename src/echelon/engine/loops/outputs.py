@@ -1,7 +1,7 @@
 """The result of passes without an update, and outputs of the model: collected from the microbatches of a
 batch, and brought to every rank of the replica."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unfl
 from echelon.collectives import Group
 from echelon.collectives.agreement import gather_values
 from echelon.collectives.mesh import Mesh
-from echelon.engine.step.metrics import Measure, Measuring, agree_on_means
+from echelon.engine.step.metrics import Measure, Measured, Measuring, agree_on_means
 from echelon.engine.step.runtime.message import Spec
 from echelon.errors import UserError
 from echelon.nn.batch import tensors_of
@@ -29,7 +29,7 @@ class PassResult:
     """The passes of one batch. `loss` is the mean over the global batch; reading it waits for the device.
     `measured`: the means of what was measured. `outputs`: those of this replica's samples, if asked for."""
 
-    def __init__(self, sums: Tensor, measured: Any = None, outputs: Any = None) -> None:
+    def __init__(self, sums: Tensor, measured: Measured = None, outputs: Any = None) -> None:
         self._sums = HostCopy(sums)
         self.measured, self.outputs = measured, outputs
 
@@ -75,19 +75,30 @@ class Observed:
 
     def result(self, tally: Tensor) -> PassResult:
         """`tally`: of the losses of this rank."""
-        sums, mesh, measured = tally[:2].clone(), self._mesh, None
+        sums, mesh = tally[:2].clone(), self._mesh
         if mesh.plan.sync != "async":  # whose workers do not wait for each other
             with mesh.ledger.about("metrics"):
                 mesh.group("all").all_reduce(sums)
-        if self._measuring is not None:
-            measured = agree_on_means(self._measuring.sums, mesh.group("all"), mesh.device)
-        return PassResult(sums, measured, self.outputs())
+        return PassResult(sums, self.measured(), self.outputs())
 
-    def outputs(self) -> Any:
-        """The outputs of this replica's samples, on all of its ranks."""
+    def measured(self) -> Measured:
+        """Return the means over the global batch; all ranks must call this. Waits for the device."""
+        if self._measuring is None:
+            return None
+        return agree_on_means(self._measuring.sums, self._mesh.group("all"), self._mesh.device)
+
+    def outputs(self, *, of_all: bool = False) -> Any:
+        """Return the outputs of this replica's samples, on all of its ranks; or of all replicas' samples."""
         if self._collecting is None:
             return None
-        return self._collecting.join(self._mesh, self._program, self._mesh.plan.microbatches)
+        mesh = self._mesh
+        own, samples = self._collecting.join(mesh, self._program, mesh.plan.microbatches)
+        if not of_all or mesh.plan.data == 1:
+            return own
+        group = mesh.group("data")
+        return join_rows([_share(own, samples, group, source, mesh.device) for source in range(group.size)])[
+            0
+        ]
 
 
 def whole_output(output: Any, targets: Any) -> Any:  # noqa: ARG001
@@ -120,10 +131,11 @@ class Collecting(StepObserver):
             self._outputs[self._number] = tree_map_only(Tensor, torch.detach, output)
             self._samples[self._number] = loss.num_samples
 
-    def join(self, mesh: Mesh, program: Program, number: int) -> Any:
-        """The outputs of a replica's `number` microbatches, in order, on all of its ranks."""
+    def join(self, mesh: Mesh, program: Program, number: int) -> tuple[Any, int]:
+        """Return the outputs of a replica's `number` microbatches, in order, on all of its ranks, and the
+        number of their samples."""
         pipeline, context = mesh.group("pipeline"), mesh.group("context")
-        parts, sizes = [], []
+        parts = []
         for microbatch in range(number):
             part, samples = self._outputs.get(microbatch), self._samples.get(microbatch, 0)
             if context.size > 1 and samples:
@@ -133,14 +145,12 @@ class Collecting(StepObserver):
             if pipeline.size > 1:
                 holder = program.holder(program.stages - 1, microbatch)
                 part, samples = _share(part, samples, pipeline, holder, mesh.device)
-            if samples:
-                parts.append(part)
-                sizes.append(samples)
-        return join_rows(parts, sizes)
+            parts.append((part, samples))
+        return join_rows(parts)
 
 
 def _share(part: Any, samples: int, group: Group, source: int, device: torch.device) -> tuple[Any, int]:
-    """Bring the outputs of one microbatch from the rank that has them to all of a pipeline."""
+    """Bring outputs, and the number of their samples, from one rank to all of a group."""
     is_here = group.rank == source
     spec, tensors = Spec.of(part) if is_here else (None, [])
     texts = gather_values([samples, spec.text] if spec is not None else None, group, device, "outputs")
@@ -175,11 +185,14 @@ def _whole_sequence(leaf: Tensor, length: int | None, group: Group, device: torc
     return put_together(list(parts))
 
 
-def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put the outputs of several groups of samples together, row by row."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    flat = [tree_flatten_with_path(part) for part in parts]
+def join_rows(groups: Iterable[tuple[Any, int]]) -> tuple[Any, int]:
+    """Put the outputs of several groups of samples together, row by row; each has the number of its samples,
+    and so has the result."""
+    groups = [(part, samples) for part, samples in groups if samples]
+    if len(groups) <= 1:
+        return groups[0] if groups else (None, 0)
+    sizes = [samples for _, samples in groups]
+    flat = [tree_flatten_with_path(part) for part, _ in groups]
     (first, form), joined = flat[0], []
     for place, (path, leaf) in enumerate(first):
         leaves = [leaves[place][1] for leaves, _ in flat]
@@ -190,8 +203,8 @@ def join_rows(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         else:
             name = "".join(map(str, path)) or "the output"
             raise UserError(
-                f"outputs: {name} of a microbatch of {sizes[0]} samples is {list(leaf.shape)}: its first dim "
-                "must count the samples, since the plan runs several microbatches; choose what to hand back, "
-                "like collect=lambda output, targets: output.logits"
+                f"outputs: {name} of {sizes[0]} samples is {list(leaf.shape)}: its first dim must count the "
+                "samples, since those of several microbatches or replicas are put together; choose what to "
+                "hand back, like collect=lambda output, targets: output.logits"
             )
-    return tree_unflatten(joined, form)
+    return tree_unflatten(joined, form), sum(sizes)

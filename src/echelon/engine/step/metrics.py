@@ -59,17 +59,17 @@ class Metrics:
     clipping, `tokens` that count, `seconds` this rank's time. `skipped`: gradients were not finite under
     precision=fp16, or these or the loss with nonfinite="skip", so that the step left weights and optimizer
     state as they are, on all ranks; `grad_norm` is infinite then, or the loss is not finite. `loss_scale` is
-    what fp16 multiplied the loss by; elsewhere 1.
+    what fp16 multiplied the loss by; elsewhere 1. `measured` is what `step(batch, measure)` has measured.
 
     On a CUDA device `engine.step` returns before the step is done. Reading any number waits for it; to keep
     the device busy, read those of a step when the next one has begun, or once in many steps. Reading one of a
     refused step raises its error. `repr` does neither: it shows what is known.
     """
 
-    __slots__ = ("_numbers", "_seconds")
+    __slots__ = ("_numbers", "_seconds", "measured")
 
-    def __init__(self, numbers: StepNumbers, seconds: StepTimer | float) -> None:
-        self._numbers, self._seconds = numbers, seconds
+    def __init__(self, numbers: StepNumbers, seconds: StepTimer | float, measured: "Measured" = None) -> None:
+        self._numbers, self._seconds, self.measured = numbers, seconds, measured
 
     @property
     def loss(self) -> float:
@@ -126,7 +126,7 @@ class Metrics:
         return repr(self.as_named_tuple()).replace("MetricValues", "Metrics", 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Metrics, (self._numbers, self.seconds)
+        return Metrics, (self._numbers, self.seconds, self.measured)
 
 
 class MetricValues(NamedTuple):
@@ -139,16 +139,19 @@ class MetricValues(NamedTuple):
     skipped: bool
 
 
+Measured = float | dict[str, float] | None  # a mean, or means by name
+
+
 class Evaluation(NamedTuple):
     """The mean loss over a global batch, how many tokens (or samples) it was taken over, and the mean of what
     else was measured, or means by name."""
 
     loss: float
     tokens: int
-    measured: float | dict[str, float] | None = None
+    measured: Measured = None
 
 
-# What an evaluation measures beside the loss, in the same forward: the share of right answers, say.
+# What is measured beside the loss, in the same forward: the share of right answers, say.
 
 Measure = Callable[[Any, Any], Any]
 
@@ -163,6 +166,9 @@ class Measuring(StepObserver):
         self.sums: dict[str, Tensor] = {}  # (total, count) by name
         self._measure = measure
 
+    def before_step(self) -> None:
+        self.sums.clear()  # of passes that come before those of the step: an audit, a rehearsal
+
     def after_loss(self, loss: LossPass) -> None:
         if self._measure is None or not loss.counts:  # a microbatch that only fills up does not count
             return
@@ -173,9 +179,7 @@ class Measuring(StepObserver):
             self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
 
-def agree_on_means(
-    sums: Mapping[str, Tensor], group: Group, device: torch.device
-) -> float | dict[str, float] | None:
+def agree_on_means(sums: Mapping[str, Tensor], group: Group, device: torch.device) -> Measured:
     """The means over what all ranks of a group have measured; stages without a loss know no names."""
     totals: dict[str, tuple[float, float]] = {}
     for of_rank in gather_values({name: pair.tolist() for name, pair in sums.items()}, group, device):
@@ -186,8 +190,13 @@ def agree_on_means(
     return means.get(_UNNAMED) if set(means) <= {_UNNAMED} else means
 
 
-def check_measure(measure: Measure | None, plan: Plan) -> None:
-    """Refuse a measure where ranks hold parts of an output."""
+def check_measure(measure: Measure | None, plan: Plan, *, trains: bool = False) -> None:
+    """Refuse a measure where ranks hold parts of an output, or must not wait for each other."""
+    if measure is not None and trains and plan.sync == "async":
+        raise UserError(
+            f"measure=… with plan '{plan}': with sync=async workers train without waiting for each other, "
+            "and a mean over all of them would make them wait; measure in engine.evaluate(batch, measure)"
+        )
     if measure is not None and plan.context > 1:
         raise UserError(
             f"measure=… with plan '{plan}': with context > 1 a rank holds parts of an output, which a "

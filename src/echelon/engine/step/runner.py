@@ -6,7 +6,8 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
 from echelon.engine.step.feed import ONLY, Call, Feed, Scope, Upload
-from echelon.engine.step.metrics import Evaluation, Measure, Measuring, agree_on_means
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime.flight import Losses, Microbatch
@@ -156,29 +156,22 @@ class StepRunner(ABC):
 
     # Passes without an update.
 
-    def evaluate(self, batch: Batch, measure: Measure | None, modules: Sequence[nn.Module]) -> Evaluation:
-        """Take a batch forward with all `modules` in evaluation mode. Ranks agree on the result."""
-        feed, measuring = self.feed.of_evaluation(batch), Measuring(measure)
+    def forward(self, batch: Batch) -> Tensor:
+        """Take a batch forward, for observers to see, in the mode that the model has; returns the tally."""
+        feed = self.feed.of_evaluation(batch)
+        return self._run(self.forward_script(len(feed)), feed)
+
+    @contextmanager
+    def evaluation_mode(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         modes = [module.training for module in modules]
-        self.observers.add(measuring)
         try:
             self._model.train(False)  # which a model may override, to keep a part of it in training mode
             for module in set(modules) - set(self._model.modules()):
                 module.training = False
-            tally = self._run(self.forward_script(len(feed)), feed)
+            yield
         finally:
-            self.observers.remove(measuring)
             for module, training in zip(modules, modes, strict=True):
                 module.training = training
-        loss, counted = self._update.agree(tally)
-        group, device = self._mesh.group("all"), self._mesh.device
-        measured = None if measure is None else agree_on_means(measuring.sums, group, device)
-        return Evaluation(loss / counted, round(counted), measured)
-
-    def forward(self, batch: Batch) -> None:
-        """Take a batch forward, for observers to see; the model is in the mode that it has."""
-        feed = self.feed.of_evaluation(batch)
-        self._run(self.forward_script(len(feed)), feed)
 
     def differentiate(self, batch: Batch, step: int, scope: Scope, samples: int) -> Tensor:
         """Run the passes of a step on so many samples, which replicas may repeat, without its update, and
