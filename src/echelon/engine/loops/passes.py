@@ -46,6 +46,7 @@ class OwnPasses:
         self._samples = 0  # of the last forward pass
         self._slots: list[tuple[int, int]] = []  # of forward passes since the last update
         self._opened = 0  # the update that they are of
+        self._scale: Number | None = None  # of its losses so far: their gradients are added
         self._is_checked = False
         _alive[self] = None
 
@@ -74,7 +75,7 @@ class OwnPasses:
         with self._watch.own_work(), self._abandoned_if_failed():
             number, place = self._loop.next_call()
             if self._opened != self._loop.num_opened:
-                self._opened, self._slots = self._loop.num_opened, []
+                self._opened, self._slots, self._scale = self._loop.num_opened, [], None
             slot = (0, place)
             forward = ForwardPass(slot, inputs, inputs, None, 1, trains=True)
             scope = self._setup.scopes.of_step(number, self._samples, place)
@@ -112,7 +113,8 @@ class OwnPasses:
         total = loss.total if isinstance(loss, Sum) else loss
         engines, lending = [self, *others], [each for each in _alive if each.is_open]
         self._check_loss(total, engines)
-        scale = self._setup.update.loss_scale
+        chosen = [each._scale for each in engines if each._scale is not None]
+        scale = chosen[0] if chosen else self._setup.update.loss_scale
         with ExitStack() as stack:
             for each in lending:
                 stack.enter_context(each._lent())
@@ -124,8 +126,9 @@ class OwnPasses:
             torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
 
     def _count(self, loss: Tensor | Sum, samples: float | None, scale: Number) -> Tensor:
-        """Enter a loss into the tally of the update; returns what its backward pass starts from. `scale`: of
-        the engine whose `backward` was called."""
+        """Enter a loss into the tally of the update; returns what its backward pass starts from. `scale`:
+        that of one of the engines which the loss is for."""
+        self._scale = scale
         mesh = self._setup.mesh
         number = (
             1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if samples is None else samples

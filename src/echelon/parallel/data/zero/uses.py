@@ -176,9 +176,10 @@ class UnitUses:
         self._residency.abandon()
 
     def finish_backward(self) -> None:
-        """The backward pass is over, for all uses."""
+        """The backward pass is over, for all uses. Another one may go through a graph that is retained."""
         for use in self._in_backward:
             self._hooks.end_backward(use)
+            use.over = False
         self._in_backward = []
 
     def end_reduced(self, flat: FlatUnit, later: Sequence[FlatUnit]) -> None:
