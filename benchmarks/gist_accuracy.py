@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from benchmarks.compare import Row, compare
 from benchmarks.harness import tell, timed
-from echelon.data.image_batches import to_numbers
-from echelon.data.image_synthetic import CLASS_NAMES, draw
+from echelon.data.image_batches import CLASS_NAMES, draw, to_numbers
 from echelon.engine import Engine, parallelize
 from echelon.memory.gist.compression import any_size
 from echelon.models import ImageConfig, build_image

@@ -25,9 +25,8 @@ from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.program import Program, Span, build, simulate
-from echelon.program.simulate import measured_costs
-from echelon.program.timeline import bubble_of
-from echelon.train.rehearsal import Batch, by_step, make_batch, make_engine, spans_of
+from echelon.program.simulate import bubble_of, measured_costs
+from echelon.train.rehearsal import Batch, by_step, make_batch, make_engine
 
 _RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample per microbatch
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "naive", "zero-bubble")
@@ -119,7 +118,7 @@ def _peer(plan: Plan, config: ModelConfig, batch: Batch) -> Callable[[], float |
 
 def _train(engine: Engine, batch: Batch, spans: list[list[Span]]) -> float:
     loss = engine.step(batch).loss
-    spans.append(spans_of(engine))
+    spans.append(list(engine.spans))
     return loss
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.collectives.layout import Layout
-from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
+from echelon.data.image_batches import CLASS_NAMES, SyntheticImages
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, FIELDS, Plan
 from echelon.plan.plan import RULES
 from echelon.program import Costs, add_transfers, asynchronous, build, simulate

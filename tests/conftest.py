@@ -58,10 +58,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             if case in mark.args:
                 item.add_marker("slow")
             named.setdefault(function, set(mark.args)).discard(case)
+    _mark_rest_as_slow(items)
     unknown = {function: sorted(cases) for function, cases in named.items() if cases}
     # Of a test chosen by its id, not every case is here.
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"slow_cases names cases that do not exist: {unknown}")
+
+
+def _mark_rest_as_slow(items: Sequence[pytest.Item]) -> None:
+    """Of a test with `@pytest.mark.quick_cases(number)`, leave so many cases quick: the first, and others at
+    equal distances."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        number = found[0].get_closest_marker("quick_cases").args[0]  # type: ignore[union-attr]
+        quick = {index * len(found) // number for index in range(number)}
+        for index, item in enumerate(found):
+            if index not in quick:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")

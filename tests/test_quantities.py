@@ -3,12 +3,14 @@
 import pytest
 
 from echelon.quantities import (
+    counted,
     heading,
     read_bytes,
     read_rate,
     show_bytes,
     show_figure,
     show_rate,
+    show_runs,
     show_seconds,
 )
 
@@ -94,3 +96,12 @@ def test_rates_are_read_in_bytes_or_in_bits(text: str, rate: float) -> None:
 def test_no_rate(text: str) -> None:
     with pytest.raises(ValueError, match="must be bytes per second"):
         read_rate(text)
+
+
+def test_numbers_as_runs() -> None:
+    assert show_runs((0, 1, 2, 5, 8, 7)) == ["0-2", "5", "7-8"]
+    assert show_runs(()) == []
+
+
+def test_nouns_are_counted() -> None:
+    assert [counted(number, "error") for number in (0, 1, 2)] == ["0 errors", "1 error", "2 errors"]

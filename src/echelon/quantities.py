@@ -1,7 +1,7 @@
 """Bytes, seconds, rates and shares as text; sizes and rates from text, with a ValueError for other text."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
@@ -32,6 +32,19 @@ def show_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def counted(number: int, noun: str) -> str:
+    """counted(1, 'error') == '1 error', counted(2, 'error') == '2 errors'"""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def show_runs(numbers: Collection[int]) -> list[str]:
+    """show_runs((0, 1, 2, 5)) == ['0-2', '5']"""
+    firsts = sorted(number for number in numbers if number - 1 not in numbers)
+    lasts = sorted(number for number in numbers if number + 1 not in numbers)
+    pairs = zip(firsts, lasts, strict=True)
+    return [str(first) if first == last else f"{first}-{last}" for first, last in pairs]
 
 
 def show_rate(bytes_per_second: float) -> str:

@@ -8,6 +8,7 @@ from benchmarks.one_gpu import check_equal, idle_between
 from benchmarks import one_gpu
 
 
+@pytest.mark.slow
 def test_rows_compare_echelon_with_torch_and_microbatches_with_steps() -> None:
     settings, rows = one_gpu.bench(quick=True)
     assert [(row.case, row.contender) for row in rows] == [

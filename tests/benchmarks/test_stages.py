@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks import pipeline, stages
 from echelon.launching import Ranks
 from echelon.program import Span, build
-from echelon.train.rehearsal import by_step, make_batch, make_engine, make_model, spans_of
+from echelon.train.rehearsal import by_step, make_batch, make_engine, make_model
 
 
 def train(schedule: str) -> tuple[list[float | None], list[float | None], int]:
@@ -18,7 +18,7 @@ def train(schedule: str) -> tuple[list[float | None], list[float | None], int]:
     batch = make_batch(config, plan.microbatches)
     engine, peer = make_engine(config, plan), stages.torch_step(config, plan)
     echelon_losses = [engine.step(batch).loss for _ in range(6)]
-    return list(echelon_losses), [peer(batch) for _ in range(6)], len(spans_of(engine))
+    return list(echelon_losses), [peer(batch) for _ in range(6)], len(engine.spans)
 
 
 @pytest.mark.slow_cases("gpipe", "interleaved")

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from echelon.cli import doctor
-from echelon.cli.doctor import examine
-from echelon.cli.doctor.report import Finding, Report, Section
+from echelon.cli.doctor import Finding, Report, Section, examine
 from tests.cli.commands import output
 
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from echelon.cli.main import app, run
-from echelon.cli.partition import _ranges, progress_on_screen
+from echelon.cli.partition import progress_on_screen
 from echelon.planner import Node, chain, write_profile
 
 
@@ -120,10 +120,6 @@ def test_a_missing_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     code, _, err = output(capsys, str(tmp_path / "nosuch"), "--workers", "2", "--bandwidth", "1")
     assert code == 2
     assert "nosuch" in err
-
-
-def test_numbers_as_ranges() -> None:
-    assert _ranges((0, 1, 2, 5, 8, 7)) == "0-2 5 7-8"
 
 
 def test_the_page_tells_every_option_and_every_key(capsys: pytest.CaptureFixture[str], profile: str) -> None:

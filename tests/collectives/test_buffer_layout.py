@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.collectives.buffer_layout import BufferLayout, block_size, lay_out, round_up
+from echelon.collectives.buffer_layout import BufferLayout, block_size, lay_out, portions, round_up
 
 
 def test_each_parameter_begins_at_a_block_and_the_end_is_one() -> None:
@@ -45,3 +45,17 @@ def test_parameters_and_gaps_are_all_of_the_buffer_and_meet_nowhere(
     for begin, end in (*padded.places, *gaps):
         owners[begin:end] = [owner + 1 for owner in owners[begin:end]]
     assert owners == [1] * padded.size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([3, 3, 4], [[3, 3, 4]]),
+        ([3, 3, 5], [[3, 3], [5]]),
+        ([20, 1, 0], [[20], [1, 0]]),
+        ([20, 0, 1], [[20, 0], [1]]),
+    ],
+)
+def test_portions_are_at_most_the_limit_or_one_item(sizes: list[int], expected: list[list[int]]) -> None:
+    assert list(portions(sizes, int, 10)) == expected

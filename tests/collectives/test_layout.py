@@ -32,7 +32,6 @@ def test_three_axes() -> None:
     assert grid.groups("tensor") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert grid.groups("data") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert grid.groups("pipeline") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert grid.shape == (2, 2, 1, 2)
 
 
 def test_stages_with_different_replicas() -> None:
@@ -46,7 +45,7 @@ def test_stages_with_different_replicas() -> None:
 
 
 def test_stages_with_equal_replicas_are_a_grid() -> None:
-    assert layout("pipeline=2-2").shape == (2, 2, 1, 1)
+    assert layout("pipeline=2-2").even
 
 
 def test_experts_live_on_the_data_ranks() -> None:

@@ -77,6 +77,7 @@ def creations(text: str, rank: int, *, bound: bool) -> Creations:
         return made._replace(count=c10d._world.group_count)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.slow_cases("data={} context=2 pipeline=2-True", "data={} tensor=2 pipeline=2-True")
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import FETCH, STORE, make_boundary
-from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offload import ActivationOffload
+from echelon.memory.activation_offload.offloaded_storage import HostPool
 from echelon.models import ModelConfig, build, cross_entropy
 from tests.gpu.test_no_sync import waiting_raises
 

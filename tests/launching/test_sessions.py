@@ -113,6 +113,7 @@ print(__file__)
     assert shown.endswith("<stdin>\n")
 
 
+@pytest.mark.slow
 def test_the_program_of_a_command_line_trains() -> None:
     assert python("-c", PROGRAM + "print(compare())") == "equal\n"
 

@@ -25,6 +25,7 @@ def test_stages_train_as_one_device(model: Any, layers: str | None) -> None:
     assert_equal(case(model, layers=layers), "pipeline=2 microbatches=2")
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.slow_cases
 @pytest.mark.parametrize(("model", "layers"), PIPELINES)
 @pytest.mark.parametrize(

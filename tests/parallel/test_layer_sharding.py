@@ -65,16 +65,16 @@ def test_a_rank_takes_its_positions_of_a_batch() -> None:
 def test_layers_know_the_true_length_and_what_they_share_while_they_run() -> None:
     sharding = sharding_of("context=2", 0)
     with sharding.around(6, {"attention_mask": 1}, nullcontext):
-        assert sharding._view.whole_length(4) == 6
-        assert sharding._view.shared == {"attention_mask": 1}
-    assert sharding._view.whole_length(4) == 8
-    assert not sharding._view.shared
+        assert sharding.view.whole_length(4) == 6
+        assert sharding.view.shared == {"attention_mask": 1}
+    assert sharding.view.whole_length(4) == 8
+    assert not sharding.view.shared
 
 
 @pytest.mark.parametrize(("attention", "view"), [("ring", RingView), ("all-to-all", AllToAllView)])
 def test_the_plan_says_how_ranks_attend(attention: str, view: type[View]) -> None:
-    assert type(sharding_of(f"context=2 attention={attention}", 0)._view) is view
-    assert type(sharding_of("tensor=2", 0)._view) is View
+    assert type(sharding_of(f"context=2 attention={attention}", 0).view) is view
+    assert type(sharding_of("tensor=2", 0).view) is View
 
 
 def test_the_first_tensor_rank_counts_losses_and_norms_of_what_all_have_whole() -> None:

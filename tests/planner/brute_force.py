@@ -24,6 +24,10 @@ def fastest(case: Case, workers: Sequence[int], bandwidths: Sequence[float]) -> 
     return _unit(case, workers, bandwidths, len(workers) - 1, frozenset(), everything, 0.0)
 
 
+def is_chain(profile: Profile) -> bool:
+    return set(profile.edges) == set(pairwise(range(len(profile.nodes))))
+
+
 def ideals(profile: Profile) -> list[frozenset[int]]:
     places = range(len(profile.nodes))
     sets = [frozenset(p for p in places if bits >> p & 1) for bits in range(2 ** len(places))]

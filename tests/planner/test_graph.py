@@ -7,8 +7,8 @@ from hypothesis import given
 
 from echelon.errors import UserError
 from echelon.planner import Node, Profile, chain, make_profile
-from echelon.planner.graph import find_states, stage_of_layers
-from tests.planner.brute_force import ideals, profiles
+from echelon.planner.graph import AMOUNTS, find_states, stage_of_layers
+from tests.planner.brute_force import ideals, is_chain, profiles
 
 
 def node(name: str, seconds: float = 1.0) -> Node:
@@ -24,8 +24,8 @@ def test_layers_are_put_in_an_order_in_which_they_can_run() -> None:
         "d",
     ]  # among those ready, as in the file
     assert profile.edges == ((0, 1), (0, 2), (1, 3), (2, 3))
-    assert not profile.is_chain
-    assert chain([node("a"), node("b")]).is_chain
+    assert not is_chain(profile)
+    assert is_chain(chain([node("a"), node("b")]))
 
 
 def test_an_edge_given_twice_is_one() -> None:
@@ -84,7 +84,8 @@ def test_the_states_of_a_diamond() -> None:
 
 @given(profiles())
 def test_they_are_all_ideals_there_are(profile: Profile) -> None:
-    free = {place for place, node in enumerate(profile.nodes) if node.is_free}
+    costs = [[getattr(node, amount) for amount in AMOUNTS] for node in profile.nodes]
+    free = {place for place, amounts in enumerate(costs) if not any(amounts)}
     state_sets = {
         frozenset(place for place in range(len(profile.nodes)) if mask >> place & 1)
         for mask in find_states(profile, 1000).masks

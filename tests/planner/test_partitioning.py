@@ -29,8 +29,7 @@ from echelon.planner import (
     partitioning,
     read_profile,
 )
-from echelon.planner.cluster import make_levels
-from echelon.planner.cost import StagePosition
+from echelon.planner.cost import StagePosition, make_levels
 from echelon.planner.graph import find_states
 from echelon.planner.partitioning import assess
 from echelon.planner.solver import Piece, Problem

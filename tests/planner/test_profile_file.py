@@ -11,7 +11,7 @@ from echelon.errors import UserError
 from echelon.planner import Node, Profile, chain, profile_of, read_profile, to_dict, write_profile
 from echelon.planner.graph import AMOUNTS
 from echelon.planner.profile_file import parse_graph_text
-from tests.planner.brute_force import profiles
+from tests.planner.brute_force import is_chain, profiles
 from tests.planner.shared_data import PIPEDREAM, needs_pipedream
 
 
@@ -35,7 +35,7 @@ def test_without_edges_a_chain_and_without_stash_the_output() -> None:
         "nodes": [{"name": "a", **node}, {"name": "b", **node}],
     }
     profile = profile_of(value)
-    assert profile.is_chain
+    assert is_chain(profile)
     assert profile.nodes[0].stash_bytes == 3.0
 
 
@@ -152,7 +152,7 @@ def test_what_it_says() -> None:
     assert (first.about, first.forward_seconds, first.backward_seconds) == ("LSTM(2, 1)", 0.0015, 0.002)
     assert (first.output_bytes, first.parameter_bytes, first.stash_bytes) == (8.0, 64.0, 8.0)
     assert profile.nodes[2].about == "Add -- (inplace)"
-    assert profile.is_chain
+    assert is_chain(profile)
 
 
 def test_every_error_with_its_line() -> None:

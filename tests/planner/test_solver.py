@@ -3,8 +3,7 @@
 import math
 
 from echelon.planner import Echelon, Node, PipeDream, chain
-from echelon.planner.cluster import make_levels
-from echelon.planner.cost import StagePosition
+from echelon.planner.cost import StagePosition, make_levels
 from echelon.planner.graph import find_states
 from echelon.planner.solver import MemorySolver, Problem, TimeSolver
 

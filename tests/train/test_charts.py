@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.errors import UserError
 from echelon.train.charts import Series, line_chart, sparkline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -125,16 +124,6 @@ def test_any_numbers_give_a_chart_that_stays_inside(points: list[tuple[float, fl
                 assert 0 <= x <= WIDTH
                 assert 0 <= y <= HEIGHT
     assert len(texts(chart)) < 40
-
-
-def test_lengths_that_differ() -> None:
-    with pytest.raises(UserError, match="2 x values and 1 y values"):
-        Series("s", [1, 2], [1])
-
-
-def test_chart_without_room() -> None:
-    with pytest.raises(UserError, match="100 × 100 pixels are too small"):
-        line_chart([], "t", "x", "y", width=100, height=100)
 
 
 def test_sparkline_literally() -> None:

@@ -16,7 +16,7 @@ from echelon.train.jobs.job import ExpertsJob, Job, ModelJob, OptimizerJob, as_p
 from echelon.train.jobs.job_file import read_job
 from echelon.train.jobs.job_rules import job_errors
 from echelon.train.jobs.machine_fit import rank_bytes
-from echelon.train.logbook import Logbook, expert_picture
+from echelon.train.run import Logbook, expert_picture
 from echelon.train.runs.run_folder import RunFolder
 from echelon.train.trainer import train
 

@@ -10,7 +10,7 @@ from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
 from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
-from echelon.state.ownership import ENGINE, OwnedSlice, Slice
+from echelon.state.ownership import ENGINE, OwnedSlice, Slice, own_counter
 from echelon.update import synchronous_update
 from echelon.update.numbers import GateNumbers, Outcome
 from echelon.update.synchronous_update import (
@@ -19,7 +19,6 @@ from echelon.update.synchronous_update import (
     _check_unchanged,
     _flag_wrong_count,
     _on_device,
-    _own_counter,
     _with_gates,
 )
 from tests.update.test_update import SCALE, Updated, tally
@@ -277,8 +276,9 @@ def test_boxes_of_a_whole_tensor_and_of_a_run() -> None:
 
 
 def test_counters_are_owned_as_float64() -> None:
-    for value in (3, 3.0, torch.tensor(3.0)):
-        owned = _own_counter("steps", value)
+    assert own_counter("version", 3).tensor.dtype == torch.int64
+    for value in (3.0, torch.tensor(3.0)):
+        owned = own_counter("steps", value)
         assert isinstance(owned, OwnedSlice)
         assert (owned.slice, owned.tensor.dtype, owned.tensor.item()) == (
             Slice(ENGINE, "steps", (), (), ()),

@@ -58,7 +58,6 @@ def _common(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit."""
     make_robust(sys.stdout, sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = run(words, process_ends=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.quantities import read_bytes, show_bytes, show_seconds
+from echelon.quantities import read_bytes, show_bytes, show_runs, show_seconds
 
 if TYPE_CHECKING:
     from echelon.planner import CostModel, Partition
@@ -55,7 +55,7 @@ def partition(
     """Split a profile's layers into the fastest stages with replicas, by a cost model."""
     from echelon.planner import partition as solve
     from echelon.planner import read_profile
-    from echelon.planner.cluster import read_bandwidths, read_workers
+    from echelon.planner.cost import read_bandwidths, read_workers
     from echelon.planner.partitioning import argument_errors
 
     errors: list[str] = []
@@ -122,7 +122,7 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
             show_seconds(stage.seconds),
             stage.limit,
             show_bytes(stage.memory_bytes),
-            _ranges(stage.workers),
+            " ".join(show_runs(stage.workers)),
         )
     screen.print(table)
     if len(counts) > 1:
@@ -133,15 +133,6 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
         f"A microbatch takes {show_seconds(split.pipeline_seconds)} ({split.cost_model}'s cost model), "
         f"{split.speedup_over_data_parallel:.2f} times as fast as data parallelism: [bold]{split.plan}[/]"
     )
-
-
-def _ranges(workers: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) → '0-2 5'"""
-    numbers = sorted(workers)
-    firsts = [n for n in numbers if n - 1 not in workers]
-    lasts = [n for n in numbers if n + 1 not in workers]
-    pairs = zip(firsts, lasts, strict=True)
-    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
 
 
 # What the command says while it computes for long.

@@ -79,7 +79,7 @@ def schedule(
 ) -> None:
     """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
     from echelon.cli.schedule_view import MeasuredSchedule, SimulatedSchedule, write
-    from echelon.program import Costs, check, show, simulate
+    from echelon.program import Costs, add_copies, check, show, simulate
     from echelon.state.bounded_json import paused_collector
 
     texts = {
@@ -102,7 +102,7 @@ def schedule(
         request = make(name, {**sizes, "replicas": replicas}, errors)
         raise_errors(f"schedule '{name}'", _wrong_counts(costs, request.program.stages))
         if not costs.keys().isdisjoint(_COPIES):
-            request = _with_copies(request)
+            request = replace(request, program=add_copies(request.program))
         check(request.program)
     view = (
         MeasuredSchedule.run(console(as_json), request)
@@ -117,15 +117,6 @@ def schedule(
         print(show(request.program), end="")
     else:
         view.display(console(as_json))
-
-
-def _with_copies(request: "ScheduleRequest") -> "ScheduleRequest":
-    """Add S and T to the program, if it has none."""
-    from echelon.program import COPIES, add_copies
-
-    program = request.program
-    has_some = any(instruction.op in COPIES for rank in program.ranks for instruction in rank)
-    return request if has_some else replace(request, program=add_copies(program))
 
 
 def _read_sizes(name: str, texts: dict[str, str | None], errors: list[str]) -> dict[str, int | None]:

@@ -18,7 +18,7 @@ from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
 from echelon.program import Op, Program, Span, Timeline, grid, show
 from echelon.program.picture import Panel, draw_together
-from echelon.program.timeline import WORK
+from echelon.program.simulate import WORK
 from echelon.quantities import show_seconds
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ class SimulatedSchedule:
         _display_spans(screen, list(line.spans()), len(line.program.ranks))
 
     def panels(self) -> list[Panel]:
-        """Draw the timeline."""
         line = self.line
         kept = f"in flight {_listed(line.in_flight)}"
         if max(line.versions) > 1:
@@ -138,7 +137,13 @@ class MeasuredSchedule:
         raise_errors(f"schedule '{request.name}'", _measuring_errors(request))
         from echelon.train.rehearsal import rehearse
 
-        plan = _plan_of(request)
+        replicas = tuple(len(ranks) for ranks in request.program.placement)
+        plan = Plan(
+            pipeline=len(request.program.ranks) if set(replicas) == {1} else replicas,
+            schedule=request.name if request.file is None else str(Path(request.file).absolute()),
+            microbatches=request.microbatches,
+            chunks=request.chunks if request.file is None else 1,
+        )
         with screen.status(f"running '{escape(str(plan))}' on {plan.ranks} ranks of this machine …"):
             return cls(request, rehearse(plan, request.program, request.batches))
 
@@ -166,7 +171,10 @@ class MeasuredSchedule:
         for stage in range(self.request.program.stages):
             table.add_row(str(stage), *(show_seconds(float(by_stage[stage])) for by_stage in costs.values()))
         screen.print(table)
-        tick = _tick(rehearsal.typical)
+        durations = sorted(float(span.seconds) for span in rehearsal.typical)
+        usual = durations[len(durations) // 4]
+        power = 10.0 ** math.floor(math.log10(usual))
+        tick = next(power * digit for digit in (5, 2, 1) if power * digit <= usual)  # … 1, 2, 5, 10 ms …
         for title, spans in ((_MEASURED, rehearsal.typical), (_PLANNED, rehearsal.planned_work)):
             screen.print(f"\n[bold]{title}[/], in milliseconds")
             milliseconds = [span._replace(start=1000 * span.start, end=1000 * span.end) for span in spans]
@@ -217,17 +225,6 @@ def _measuring_errors(request: ScheduleRequest) -> list[str]:
     return errors
 
 
-def _plan_of(request: ScheduleRequest) -> Plan:
-    """Return the plan whose steps the program is."""
-    replicas = tuple(len(ranks) for ranks in request.program.placement)
-    return Plan(
-        pipeline=len(request.program.ranks) if set(replicas) == {1} else replicas,
-        schedule=request.name if request.file is None else str(Path(request.file).absolute()),
-        microbatches=request.microbatches,
-        chunks=request.chunks if request.file is None else 1,
-    )
-
-
 def write(out: Path, program: Program, panels: Sequence[Panel]) -> None:
     """Write a picture or the text of the program, by the suffix of `out`."""
     if out.suffix == ".txt":
@@ -260,25 +257,13 @@ def _display_spans(
     for block in blocks[:count]:
         screen.print()
         for label, row in block:
-            screen.print(_coloured(label, row), no_wrap=True, crop=False, soft_wrap=True)
+            text = Text(label, style="dim")
+            for each in row:
+                text.append(each.text, style="dim" if each.op is None else _STYLES.get(each.op, ""))
+            text.rstrip()
+            screen.print(text, no_wrap=True, crop=False, soft_wrap=True)
     if len(blocks) > count:
         screen.print(f"\n{len(blocks) - count} more parts are left out: --out FILE.svg draws them all")
-
-
-def _coloured(label: str, row: Sequence[grid.Tick]) -> Text:
-    text = Text(label, style="dim")
-    for tick in row:
-        text.append(tick.text, style="dim" if tick.op is None else _STYLES.get(tick.op, ""))
-    text.rstrip()
-    return text
-
-
-def _tick(spans: Sequence[Span]) -> float:
-    """Return the largest of … 1, 2, 5, 10 ms … that is shorter than most spans."""
-    durations = sorted(float(span.seconds) for span in spans)
-    typical = durations[len(durations) // 4]
-    power = 10.0 ** math.floor(math.log10(typical))
-    return next(power * digit for digit in (5, 2, 1) if power * digit <= typical)
 
 
 def _listed(counts: tuple[int, ...]) -> str:

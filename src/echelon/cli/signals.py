@@ -8,9 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 
 from echelon.cli.options import is_first_rank
 from echelon.train.runs.preempted import Preempted
@@ -51,7 +50,14 @@ def signals_raise(*, process_ends: bool = False) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for number, handler in ((signal.SIGTERM, _raise), (signal.SIGINT, _interrupt_once())):
+        since: list[float] = []
+
+        def interrupt(*_: object) -> None:
+            if not since or time.monotonic() - since[0] >= _TWICE_SECONDS:
+                since[:] = [time.monotonic()]
+                raise KeyboardInterrupt
+
+        for number, handler in ((signal.SIGTERM, _raise), (signal.SIGINT, interrupt)):
             after = signal.SIG_IGN if process_ends else signal.getsignal(number)
             stack.callback(signal.signal, number, after)
             # A shell starts commands in the background with Ctrl-C ignored.
@@ -65,15 +71,3 @@ def _raise(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` and others send it twice
     if not isinstance(sys.exception(), Preempted):  # on its way out: all is saved, and nothing is left to end
         raise Terminated("terminated (SIGTERM)")
-
-
-def _interrupt_once() -> Callable[[int, FrameType | None], None]:
-    since: list[float] = []
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        if since and time.monotonic() - since[0] < _TWICE_SECONDS:
-            return
-        since[:] = [time.monotonic()]
-        raise KeyboardInterrupt
-
-    return interrupt

@@ -40,14 +40,20 @@ def verify(
 ) -> int:
     """Prove in float64 that a plan trains to the same weights as one device (exit 1 if it does not)."""
     from echelon.plan import Plan
+    from echelon.verify import PRECISIONS
     from echelon.verify import verify as run
+    from echelon.verify.inject_bug import BUGS, unknown_bug
     from echelon.verify.job_case import case_of
 
     if is_under_torchrun():
         raise UserError("verify starts its own ranks: run it without torchrun")
     errors: list[str] = []
     count = read_count("--steps", steps, errors) or (20 if precision == "fp64" else 5)
-    parsed_job = _read(job, settings, plan, [*errors, *_option_errors(precision, inject_bug)])
+    if precision not in PRECISIONS:
+        errors.append(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
+    if inject_bug is not None and inject_bug not in BUGS:
+        errors.append(unknown_bug(inject_bug))
+    parsed_job = _read(job, settings, plan, errors)
     parsed_plan = Plan.parse(parsed_job.plan)
     screen = console(as_json)
     activity = f"training with '{escape(str(parsed_plan))}' and on one device, {count} steps in {precision} …"
@@ -79,15 +85,3 @@ def _read(job: Path | None, settings: list[str] | None, plan: str | None, errors
         errors += refusal.errors or [refusal.title]
     raise_errors("echelon verify", errors)
     return parsed
-
-
-def _option_errors(precision: str, inject_bug: str | None) -> list[str]:
-    from echelon.verify import PRECISIONS
-    from echelon.verify.inject_bug import BUGS, unknown_bug
-
-    errors = []
-    if precision not in PRECISIONS:
-        errors.append(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
-    if inject_bug is not None and inject_bug not in BUGS:
-        errors.append(unknown_bug(inject_bug))
-    return errors

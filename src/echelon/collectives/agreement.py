@@ -153,13 +153,11 @@ class RankAgreement:
         return [number < 0 for number in self.least(*(-int(flag) for flag in flags))]
 
     def gather(self, value: object) -> list[Any]:
-        """Return every rank's plain values, as `gather_values` does."""
         if self.group is None:
             return [json.loads(json.dumps(value))]
         return gather_values(value, self.group, self._device, "checks")
 
     def check(self, check: Callable[[], object]) -> None:
-        """Raise, on every rank, the UserError that `check` raises on any."""
         if self.group is None:
             check()
         else:
@@ -187,7 +185,6 @@ class FlagExchange:
         self._handle = group.all_reduce(self._on_device, "max", wait=False)
 
     def wait(self) -> Sequence[bool]:
-        """Return which flags are set on any rank."""
         self._handle.wait()
         return self._flags if all(self._flags) else self._on_device.bool().tolist()
 

@@ -39,8 +39,6 @@ class HostMemoryError(UserError):
 
 
 class CopyWork(Work):
-    """A copy across the boundary."""
-
     @abstractmethod
     def join(self) -> None:
         """Return when it is complete. Any thread may call this."""
@@ -87,15 +85,17 @@ class HostBoundary(ABC):
 
     def store(self, host: Tensor, tensor: Tensor) -> Copy:
         """Begin to copy `tensor`, as it is after what the device was given so far, to the host."""
-        return self._copy(STORE, tensor, host, Traffic(_num_bytes(host), _num_bytes(host), 0))
+        traffic = Traffic(host.nbytes, host.nbytes, 0)
+        return self._start(STORE, tensor, host, self._ledger.begin(AXIS, STORE, traffic))
 
     def fetch(self, tensor: Tensor, host: Tensor) -> Copy:
         """Begin to copy memory of the host, as it is now, into `tensor`."""
-        return self._copy(FETCH, tensor, host, Traffic(_num_bytes(host), 0, _num_bytes(host)))
+        traffic = Traffic(host.nbytes, 0, host.nbytes)
+        return self._start(FETCH, tensor, host, self._ledger.begin(AXIS, FETCH, traffic))
 
     def announce_fetch(self, tensor: Tensor, host: Tensor) -> "LateFetch":
         """Return a fetch that `start` begins, in any thread; it is entered into the ledger now."""
-        move = self._ledger.begin(AXIS, FETCH, Traffic(_num_bytes(host), 0, _num_bytes(host)))
+        move = self._ledger.begin(AXIS, FETCH, Traffic(host.nbytes, 0, host.nbytes))
         return LateFetch(self, tensor, host, move)
 
     def account(self, category: str, held: Callable[[], Sequence[Tensor]]) -> None:
@@ -111,9 +111,6 @@ class HostBoundary(ABC):
 
     def close(self) -> None:  # noqa: B027 (nothing to do where the host's memory is like any other)
         """Release what was taken of the host; the boundary is not used any more."""
-
-    def _copy(self, operation: str, tensor: Tensor, host: Tensor, traffic: Traffic) -> Copy:
-        return self._start(operation, tensor, host, self._ledger.begin(AXIS, operation, traffic))
 
     def _start(self, operation: str, tensor: Tensor, host: Tensor, move: Move) -> Copy:
         assert tensor.numel() == host.numel(), (tensor.shape, host.shape)
@@ -306,7 +303,3 @@ class _StreamCopy(CopyWork):
 def make_boundary(device: torch.device, ledger: Ledger) -> HostBoundary:
     """Return the boundary of a device: a real one for CUDA, else a pretended one."""
     return CudaBoundary(device, ledger) if device.type == "cuda" else PretendedBoundary(ledger)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

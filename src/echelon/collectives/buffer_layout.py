@@ -6,10 +6,12 @@ Gaps are part of no tensor. Weights and their gradients may be of different type
 places are counted in elements.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 ALIGNMENT = 256  # bytes
 
@@ -51,3 +53,18 @@ def lay_out(counts: Iterable[int], block: int) -> BufferLayout:
 
 def round_up(count: int, block: int) -> int:
     return -(-count // block) * block
+
+
+def portions(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Divide items into portions of at most `limit` bytes, or of one item that is larger."""
+    portion: list[T] = []
+    taken = 0
+    for item in items:
+        size = size_of(item)
+        if taken and size and taken + size > limit:
+            yield portion
+            portion, taken = [], 0
+        portion.append(item)
+        taken += size
+    if portion:
+        yield portion

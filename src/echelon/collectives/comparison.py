@@ -116,8 +116,9 @@ class CallComparison:
         if peer is None:
             self._compare(call)
             return begin
-        end = MessageEnd(self._store, self._new_key(call, peer), call, partial(self._check_message, peer))
-        return lambda: CheckedMessage(begin(), end)
+        check = partial(self._check_message, peer)
+        message = CheckedMessage(self._store, self._new_key(call, peer), call, check)
+        return partial(message.start, begin)
 
     def _new_key(self, call: Call, peer: int) -> str:
         source, target = (self._rank, peer) if call.operation == "send" else (peer, self._rank)
@@ -151,22 +152,27 @@ class CallComparison:
 
 
 @final
-class MessageEnd:
-    """This rank's end of a message, which compares itself with the other end once."""
+class CheckedMessage(Work):
+    """This rank's end of a message, which compares itself with the other end once: before `wait` returns."""
+
+    _work: Work
 
     def __init__(self, store: Store, key: str, call: Call, compare: Callable[[Call, Call], None]) -> None:
         self._store, self._call, self._compare_with = store, call, compare
         self._other = f"{key}/{'recv' if call.operation == 'send' else 'send'}"
         self._is_compared = False
         store.set(f"{key}/{call.operation}", call.pack())  # before the other end is read: see the note
-        if self.has_other():
-            self.compare()
+        if self._has_other():
+            self._compare()
 
-    def has_other(self) -> bool:
-        """Return whether the other end has called."""
+    def start(self, begin: Callable[[], Work]) -> Work:
+        self._work = begin()
+        return self
+
+    def _has_other(self) -> bool:
         return self._is_compared or self._store.check([self._other])
 
-    def compare(self) -> None:
+    def _compare(self) -> None:
         """Wait until the other end has called; raise if that does not match."""
         if not self._is_compared:
             other = _read(self._store, self._other, self._call)
@@ -174,16 +180,8 @@ class MessageEnd:
             self._store.delete_key(self._other)  # only this end reads it
             self._compare_with(self._call, other)
 
-
-@final
-class CheckedMessage(Work):
-    """A send or a receive that has begun; the other end has called a matching one when `wait` returns."""
-
-    def __init__(self, work: Work, end: MessageEnd) -> None:
-        self._work, self._end = work, end
-
     def wait(self) -> None:
-        self._end.compare()
+        self._compare()
         self._work.wait()
 
     def in_background(self) -> None:
@@ -194,7 +192,7 @@ class CheckedMessage(Work):
 
     def done(self) -> bool:
         # A short message may be gone before its receiver has called, for which `wait` would wait.
-        return self._work.done() and self._end.has_other()
+        return self._work.done() and self._has_other()
 
 
 def _is_same(first: Call, second: Call, rank: int, other: int) -> bool:

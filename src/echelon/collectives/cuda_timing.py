@@ -23,22 +23,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
+from torch.cuda import Event
 
 from echelon.collectives.ledger import Ledger, Move
 from echelon.collectives.work import Timing, Work
 
 _ORIGIN_SECONDS = 1.0  # CUDA gives times as float32 milliseconds: exact to 0.1 µs after a second
-
-
-class Event(Protocol):
-    """The methods of torch.cuda.Event that are used here."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class CudaDevice:
@@ -48,7 +41,7 @@ class CudaDevice:
         self._device = device
 
     def new_event(self) -> Event:
-        return torch.cuda.Event(enable_timing=True)
+        return Event(enable_timing=True)
 
     def record(self, event: Any) -> None:
         """Record `event` on the current stream."""
@@ -167,6 +160,7 @@ class EventTimes(NamedTuple):
     after: Event
 
     def is_complete(self) -> bool:
+        """Return whether `read` would return at once."""
         return self.after.query() and (self.done is None or self.done.query())
 
     def read(self) -> Move:
@@ -190,7 +184,7 @@ class EventTimes(NamedTuple):
 
 
 def _seconds(start: Event, end: Event) -> float:
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 @cache

@@ -96,7 +96,6 @@ class Layout:
     plan: Plan
 
     def position(self, rank: int) -> Position:
-        """Return the coordinates of `rank`."""
         plan = self.plan
         stage = bisect_right(self._first_ranks, rank) - 1
         cell, tensor = divmod(rank - self._first_ranks[stage], plan.tensor)
@@ -123,7 +122,6 @@ class Layout:
 
     @property
     def positions(self) -> Iterator[Position]:
-        """Return the position of each rank, in rank order."""
         return map(self.position, range(self.plan.ranks))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -157,7 +155,6 @@ class Layout:
         return number, sum(map(len, extent.cells)) * len(extent.tensor)
 
     def largest_group(self, axis: str) -> int:
-        """Return the number of ranks of the largest group along `axis`."""
         return max(self.place(axis, first)[1] for first in self._first_ranks)
 
     def column(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
@@ -191,22 +188,13 @@ class Layout:
         """Return whether every stage has the same number of ranks, so that the layout is a grid."""
         return len(set(self.plan.replicas)) == 1
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Ranks along pipeline, data, context and tensor, of an even layout."""
-        plan = self.plan
-        assert self.even
-        return plan.stages, plan.replicas[0] * plan.data, plan.context, plan.tensor
-
     @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
-        """Return the first rank of each stage."""
         plan = self.plan
         sizes = [replicas * plan.data * plan.context * plan.tensor for replicas in plan.replicas]
         return tuple(accumulate(sizes[:-1], initial=0))
 
     def _extent(self, axis: str, position: Position) -> Extent:
-        """Return the group along `axis` through `position`."""
         plan, equal = self.plan, _EQUAL_COORDINATES[axis]
         stages = _along(range(plan.stages), position.pipeline, fixed="pipeline" in equal)
         cells = tuple(self._cells(equal, position, plan.replicas[stage]) for stage in stages)
@@ -214,8 +202,7 @@ class Layout:
         return Extent(stages, cells, tensor)
 
     def _cells(self, equal: Collection[str], position: Position, replicas: int) -> Sequence[int]:
-        """Return the cells, in a stage with so many replicas, of ranks whose `equal` coordinates are those of
-        `position`."""
+        """Return the cells of a stage with so many replicas whose `equal` coordinates are `position`'s."""
         size, contexts = self._shard_size(replicas), self.plan.context
         everyone = range(replicas * self.plan.data * contexts)
         if "expert" in equal and "context" not in equal:
@@ -249,8 +236,7 @@ class Layout:
         return self.plan.shard or replicas * self.plan.data * self.plan.context
 
     def _data_ranks(self, equal: Collection[str], position: Position, replicas: int) -> range:
-        """Return the data coordinates of the ranks of a stage with so many replicas whose `equal` coordinates
-        are those of `position`."""
+        """Return the data coordinates of such ranks, as `_cells` does."""
         everyone, experts = range(replicas * self.plan.data), self.plan.expert
         if "data" in equal:
             return _along(everyone, position.data, fixed=True)

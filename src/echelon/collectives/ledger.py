@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, final
+
+if TYPE_CHECKING:
+    from echelon.collectives.cuda_timing import EventTimes
 
 
 class Traffic(NamedTuple):
@@ -63,16 +66,6 @@ class Total:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class Measurement(Protocol):
-    """The times of an operation on a device, which can be read when the device has come so far."""
-
-    def is_complete(self) -> bool:
-        """Return whether `read` would return at once."""
-
-    def read(self) -> Move:
-        """Return the move, with its times; waits for the device if need be."""
-
-
 @final
 class StepMoves:
     """The moves of one step. Their bytes are known; reading their times waits for this step alone."""
@@ -110,7 +103,7 @@ class Ledger:
         self._is_fixed = False  # whether `about` changes nothing
         self._totals: dict[tuple[str, str, str], Total] = defaultdict(Total)
         self._moves: list[Move] = []
-        self._unread: deque[Measurement] = deque()
+        self._unread: deque[EventTimes] = deque()  # of operations on a device
         self._num_deferred = 0  # measurements ever, those of `_unread` last
 
     @property
@@ -175,9 +168,9 @@ class Ledger:
         move.wait_start, move.waited = waited_since, now - waited_since
         self._add_times(move)
 
-    def defer(self, measurement: Measurement) -> None:
+    def defer(self, times: "EventTimes") -> None:
         """Close a move whose caller has waited, but whose times are not known yet."""
-        self._unread.append(measurement)
+        self._unread.append(times)
         self._num_deferred += 1
 
     def busy(self) -> float:

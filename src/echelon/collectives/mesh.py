@@ -198,13 +198,13 @@ class Mesh:
         """
         column = self.layout.group("pipeline", self.rank)
         with without_serialization_warning():
-            process_group = new_process_group(_ranks_of_pair(column, pair), partial(self._edge_ranks, pairs))
+            process_group = new_process_group(
+                _ranks_of_pair(column, pair),
+                lambda: [_ranks_of_pair(each, p) for each in self.layout.groups("pipeline") for p in pairs],
+            )
         if process_group is None:
             return None
         return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
-
-    def _edge_ranks(self, pairs: Collection[tuple[int, int]]) -> list[list[int]]:
-        return [_ranks_of_pair(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
 
     def _keep_open(self, group: Group) -> Group:
         """This mesh closes the group."""

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from echelon.collectives.group import Group
 from echelon.collectives.recording_group import RecordingGroup
 from echelon.errors import raise_errors
-from echelon.launching.group import backend_for, operation_limit
+from echelon.launching.group import backend_for, operation_limit, this_world
 from echelon.plan import Plan
 
 Groups = Iterable[Sequence[int]]
@@ -43,7 +43,9 @@ def new_process_group(ranks: Sequence[int], all_groups: Callable[[], Groups]) ->
     returns all of them, in the same order on every rank. Only a split asks for them.
     """
     name = _new_name(ranks)
-    source = _split_source()
+    # NCCL's backend of the world, if new groups are split from it; None if each one connects.
+    is_split = this_world().bound_device_id is not None and backend_for("cuda") == "nccl"
+    source: Any | None = c10d._get_split_source(this_world()) if is_split else None
     is_member = len(ranks) > 1 and dist.get_rank() in ranks
     if source is None:
         return _create(ranks, name) if is_member else None
@@ -53,7 +55,7 @@ def new_process_group(ranks: Sequence[int], all_groups: Callable[[], Groups]) ->
         if number == own_split and is_member:
             process_group = _create(ranks, name)
         else:
-            source.perform_nocolor_split(_world().bound_device_id)
+            source.perform_nocolor_split(this_world().bound_device_id)
     return process_group
 
 
@@ -76,7 +78,7 @@ def _create(
     ranks: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
     """Make a group as new_group does on its members, and enter it into torch's tables."""
-    world, members = _world(), sorted(ranks)
+    world, members = this_world(), sorted(ranks)
     world_backend, store = c10d._world.pg_map[world]
     kind = dist.Backend(backend or world_backend)
     process_group, _ = c10d._new_process_group_helper(
@@ -94,14 +96,6 @@ def _create(
     return process_group
 
 
-def _split_source() -> Any | None:
-    """Return the NCCL backend of the world if new groups are split from it; None if each one connects."""
-    world = _world()
-    if world.bound_device_id is None or backend_for("cuda") != "nccl":
-        return None
-    return c10d._get_split_source(world)
-
-
 def _find_split(ranks: Sequence[int], all_groups: Groups) -> tuple[int, int]:
     """Return the number of the split that makes the group of `ranks`, and how many splits there are.
 
@@ -114,12 +108,6 @@ def _find_split(ranks: Sequence[int], all_groups: Groups) -> tuple[int, int]:
             own_split = colours[colour]
         colours[colour] += 1
     return own_split, max(colours.values(), default=0)
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "no process group is initialised"
-    return world
 
 
 _SHOW_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
@@ -163,7 +151,8 @@ def check_streams(
     `groups` are those that this rank has already; `pairs` (sender, receiver), as `pipeline` numbers its
     ranks, are those that will have an edge.
     """
-    extra = _num_message_streams()
+    # Messages of two ranks have a communicator of their own, unless the world is bound to a device.
+    extra = int(dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is None)
     num_edges = sum(pipeline.rank in pair for pair in pairs)
     needed = num_edges * (1 + extra) + sum(_num_streams(group, extra) for group in groups)
     numbers = torch.tensor([needed, num_edges, -_hardware_queues()], device=device)
@@ -194,15 +183,6 @@ def _num_streams(group: Group, extra: int) -> int:
     if isinstance(group, RecordingGroup) or group.size == 1:
         return 0
     return 1 + extra * min(group.size - 1, 2)
-
-
-def _num_message_streams() -> int:
-    """Return how many communicators of their own the messages between two ranks of a group have.
-
-    One, unless the process group is bound to a device.
-    """
-    world = dist.group.WORLD
-    return int(world is not None and world.bound_device_id is None)
 
 
 def _hardware_queues() -> int:

@@ -11,8 +11,6 @@ from echelon.collectives.work import Work
 
 @final
 class CompletedWork(Work):
-    """Nothing to wait for."""
-
     def wait(self) -> None:
         pass
 

@@ -219,7 +219,6 @@ class TorchGroup(Group):
         return self._side_streams[device]
 
     def _backend(self, device_type: str, operation: str = "operations") -> Backend:
-        """Return what moves the tensors of this type of device."""
         if device_type not in self._backends:
             caller = f"{operation} along {self.axis}"
             self._backends[device_type] = backend_of(self.process_group, device_type, caller)
@@ -364,9 +363,6 @@ class ChainedWork(Work):
 
     def in_background(self) -> None:
         self._work.in_background()
-
-    def done_at(self) -> float | None:
-        return None
 
 
 def explained(error: RuntimeError, place: str) -> RuntimeError:

@@ -121,11 +121,18 @@ def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[
     """List the errors in arguments of `open_corpus` that show without reading; vocab=None is not checked."""
     path = _path(source)
     is_tokens = _is_token_file(path)
-    return [
-        *_source_errors(source, path),
-        *([] if vocab is None else _vocab_errors(vocab, is_tokens)),
-        *_dtype_errors(dtype, is_tokens),
-    ]
+    errors = _source_errors(source, path)
+    if vocab is not None and is_tokens and vocab < 1:
+        errors.append(f"vocab={vocab}: must be at least 1, the number of ids that the tokenizer has")
+    if vocab is not None and not is_tokens and vocab < BYTE_VOCAB:
+        errors.append(f"vocab={vocab}: text is read as bytes, so it must be at least {BYTE_VOCAB}")
+    if dtype is not None and dtype not in DTYPES:
+        errors.append(f"dtype '{dtype}' is not known{did_you_mean(dtype, DTYPES)}")
+    elif dtype not in (None, "uint8") and not is_tokens:
+        errors.append(
+            f"dtype '{dtype}': text is read as bytes (uint8); leave it out, or name a .bin token file"
+        )
+    return errors
 
 
 def decode_bytes(tokens: npt.NDArray[Any]) -> str:
@@ -152,36 +159,14 @@ def _source_errors(source: str, path: Path) -> list[str]:
     except PermissionError as error:
         return [unreadable(path, error)]
     except (OSError, ValueError):  # ValueError: not a valid file name
-        return [_missing(path)]
+        names = [STDLIB]
+        with suppress(OSError, ValueError):  # no such folder, or no permission: nothing to suggest
+            names = [*sorted(os.listdir(path.parent)), STDLIB]
+        near = difflib.get_close_matches(path.name, names, n=1)
+        fix = f"did you mean '{near[0]}'?" if near else f"name {_SOURCES}"
+        return [f"there is no file or folder '{path}': {fix}"]
     if not path.is_dir() and not path.is_file():
         return [f"'{path}' is neither a file nor a folder: name {_SOURCES}"]
-    return []
-
-
-def _missing(path: Path) -> str:
-    names = [STDLIB]
-    with suppress(OSError, ValueError):  # no such folder, or no permission: nothing to suggest
-        names = [*sorted(os.listdir(path.parent)), STDLIB]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    fix = f"did you mean '{near[0]}'?" if near else f"name {_SOURCES}"
-    return f"there is no file or folder '{path}': {fix}"
-
-
-def _vocab_errors(vocab: int, is_tokens: bool) -> list[str]:
-    if is_tokens and vocab < 1:
-        return [f"vocab={vocab}: must be at least 1, the number of ids that the tokenizer has"]
-    if not is_tokens and vocab < BYTE_VOCAB:
-        return [f"vocab={vocab}: text is read as bytes, so it must be at least {BYTE_VOCAB}"]
-    return []
-
-
-def _dtype_errors(dtype: str | None, is_tokens: bool) -> list[str]:
-    if dtype is None:
-        return []
-    if dtype not in DTYPES:
-        return [f"dtype '{dtype}' is not known{did_you_mean(dtype, DTYPES)}"]
-    if not is_tokens and dtype != "uint8":
-        return [f"dtype '{dtype}': text is read as bytes (uint8); leave it out, or name a .bin token file"]
     return []
 
 
@@ -224,22 +209,18 @@ def map_token_file(path: Path, dtype: str) -> Tokens:
 
 def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
     try:
-        # Before the mapping: an empty file cannot be mapped.
-        raise_errors(f"corpus '{path}'", _size_errors(path.stat().st_size, dtype))
+        size, errors = path.stat().st_size, []
+        if size == 0:  # cannot be mapped
+            errors.append("the file is empty: name a file with text or tokens in it")
+        elif size % dtype.itemsize:
+            errors.append(
+                f"{size} bytes are not a multiple of {dtype.itemsize}, the size of one {dtype.name} token: "
+                "give the dtype that the file was written with, or write the file again"
+            )
+        raise_errors(f"corpus '{path}'", errors)
         return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
         raise UserError(f"1 error in corpus '{path}':", [unreadable(path, error)]) from error
-
-
-def _size_errors(size: int, dtype: np.dtype[Any]) -> list[str]:
-    if size == 0:
-        return ["the file is empty: name a file with text or tokens in it"]
-    if size % dtype.itemsize:
-        return [
-            f"{size} bytes are not a multiple of {dtype.itemsize}, the size of one {dtype.name} token: "
-            "give the dtype that the file was written with, or write the file again"
-        ]
-    return []
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
@@ -270,5 +251,4 @@ def _join(texts: list[bytes]) -> Tokens:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """Return the error of a path that cannot be read."""
     return f"'{path}' cannot be read ({error.strerror or error}): give this user the right to read it"

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset as _IterableDataset
 
 from echelon.data.sampler import integer_errors, rows_of_part, shuffle
 from echelon.errors import raise_errors
+from echelon.nn.hashing import WEYL, mix
 
 Collate = Callable[[list[Any]], Any]
 
@@ -91,7 +92,6 @@ class Loader:
         return self._order.epoch
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
         return self._order.num_batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -188,15 +188,13 @@ class _Parts(Dataset[Any]):
         with seeded(self._seed, place.epoch, place.samples[0]) as seed_again:
             for index in place.samples:
                 seed_again(self._seed, place.epoch, index)
-                samples.append(self._sample(index))
+                gets_several = callable(getattr(self._dataset, "__getitems__", None))
+                samples.append(
+                    self._dataset.__getitems__([index])[0] if gets_several else self._dataset[index]
+                )
             seed_again(self._seed, place.epoch, place.samples[0])  # for what the collate function draws
             batch = self._collate(samples)
         return _without_samples(batch) if place.is_empty else batch
-
-    def _sample(self, index: int) -> Any:
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            return self._dataset.__getitems__([index])[0]
-        return self._dataset[index]
 
 
 def _keep(batch: Any) -> Any:
@@ -256,13 +254,10 @@ def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
 
 # Random numbers that depend on a sample, and not on the process that loads it, or on the samples before it.
 
-_BITS = 2**64 - 1
-
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[Callable[..., None]]:
-    """Seed torch, numpy and Python inside, and give a function that seeds again; afterwards all go on as
-    before."""
+    """Seed torch, numpy and Python inside; gives a function that seeds again. Then all go on as before."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         _seed(*numbers)
@@ -276,15 +271,7 @@ def seeded(*numbers: int) -> Iterator[Callable[..., None]]:
 def _seed(*numbers: int) -> None:
     mixed = 0
     for number in numbers:
-        mixed = _mix(mixed ^ number)
+        mixed = mix((mixed ^ number) + WEYL)
     torch.default_generator.manual_seed(mixed)
     np.random.seed(mixed % 2**32)
     random.seed(mixed)
-
-
-def _mix(value: int) -> int:
-    """splitmix64: every bit of the value changes about half of the bits of the result."""
-    value = (value + 0x9E3779B97F4A7C15) & _BITS
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _BITS
-    return value ^ (value >> 31)

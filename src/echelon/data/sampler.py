@@ -85,7 +85,12 @@ class Batches:
     def __post_init__(self) -> None:
         subject = f"the {self.split} batches of corpus '{self.corpus.name}'"
         raise_errors(subject, _argument_errors(self))
-        raise_errors(subject, _length_errors(self))
+        needed = self.batch * self.sequence + 1
+        short = (
+            f"the {self.split} split has {self.tokens:,} tokens; one batch ({self.batch} × {self.sequence} "
+            f"+ 1) needs {needed:,}: {_length_fix(self, needed)}"
+        )
+        raise_errors(subject, [short] if self.windows < self.batch else [])
 
     @property
     def tokens(self) -> int:
@@ -108,7 +113,11 @@ class Batches:
         Rows are split as numpy.array_split does: if the batch is not divisible by n, the first replicas have
         one row more.
         """
-        raise_errors(f"step {step}, part {part}", _place_errors(step, part))
+        index, parts = part
+        errors = integer_errors(("step", step, 0))
+        if not (_is_integer(parts, 1) and _is_integer(index, 0) and index < parts):
+            errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
+        raise_errors(f"step {step}, part {part}", errors)
         samples = step * self.batch + rows_of_part(self.batch, *part)
         windows = order_samples(samples, self.windows, self.seed)
         first_token = len(self.corpus) - self.tokens if self.split == "validation" else 0
@@ -164,16 +173,6 @@ def _argument_errors(batches: Batches) -> list[str]:
     return errors
 
 
-def _length_errors(batches: Batches) -> list[str]:
-    if batches.windows >= batches.batch:
-        return []
-    needed = batches.batch * batches.sequence + 1
-    return [
-        f"the {batches.split} split has {batches.tokens:,} tokens; one batch ({batches.batch} × "
-        f"{batches.sequence} + 1) needs {needed:,}: {_length_fix(batches, needed)}"
-    ]
-
-
 def _length_fix(batches: Batches, needed: int) -> str:
     total = len(batches.corpus)
     enough = ceil(1000 * needed / total) / 1000 if total else 1.0
@@ -186,14 +185,6 @@ def _length_fix(batches: Batches, needed: int) -> str:
         fixes.append("lower validation_fraction")
     fixes.append("shorten the sequence, or use a larger corpus")
     return "; or ".join(fixes)
-
-
-def _place_errors(step: int, part: tuple[int, int]) -> list[str]:
-    errors = integer_errors(("step", step, 0))
-    index, parts = part
-    if not (_is_integer(parts, 1) and _is_integer(index, 0) and index < parts):
-        errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
-    return errors
 
 
 def _is_integer(value: Any, minimum: int) -> bool:

@@ -77,9 +77,6 @@ def send_message(content: object) -> None:
         _channel.send(pack(Message(content)))
 
 
-_INPUT = "what is sent to the ranks"
-
-
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     """Return the bytes that ask a rank for `fn(*args)`; one error names every part that cannot be sent."""
     try:
@@ -87,7 +84,14 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     except UserError:
         raise
     except Exception:  # PicklingError, AttributeError, TypeError, and what the class of an argument raises
-        raise_errors(_INPUT, [*_function_errors(fn), *_argument_errors(args)])
+        errors = [_packing_error(arg) for arg in args]
+        argument_errors = [
+            f"argument {index} of type {type(arg).__name__} cannot be sent ({error}): send plain data, "
+            "tensors or objects that pickle can copy, and make the rest inside the function"
+            for index, (arg, error) in enumerate(zip(args, errors, strict=True))
+            if error
+        ]
+        raise_errors("what is sent to the ranks", [*_function_errors(fn), *argument_errors])
         raise
 
 
@@ -108,16 +112,6 @@ def _name_errors(fn: FunctionType) -> list[str]:
     return [
         f"{_name(fn)} uses {name}, which cannot be sent ({error}): make it inside the function"
         for name, error in errors.items()
-        if error
-    ]
-
-
-def _argument_errors(args: Sequence[object]) -> list[str]:
-    errors = [_packing_error(arg) for arg in args]
-    return [
-        f"argument {index} of type {type(arg).__name__} cannot be sent ({error}): "
-        "send plain data, tensors or objects that pickle can copy, and make the rest inside the function"
-        for index, (arg, error) in enumerate(zip(args, errors, strict=True))
         if error
     ]
 

@@ -54,14 +54,6 @@ def timeout(seconds: float | None) -> timedelta:
     return _LONGEST if seconds is None else timedelta(seconds=min(seconds, _LONGEST.total_seconds()))
 
 
-def _ask_for_queues() -> None:
-    """CUDA reads this when it starts; later it would only mislead. Not under MPS, where queues
-    are few and all processes share them: two ranks would take all."""
-    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    if not os.path.exists(pipes) and not torch.cuda.is_initialized():
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)
-
-
 def init_group(
     store: Store, rank: int, ranks: int, backend: str | None, limit: timedelta, *, same_host: bool = False
 ) -> None:
@@ -70,7 +62,11 @@ def init_group(
     With `same_host` all ranks run on this host, with the same environment, numbered as in the job. Then each
     knows what the others would report, and decides the same without them.
     """
-    _ask_for_queues()
+    # CUDA reads this when it starts; later it would only mislead. Not under MPS, where queues are few and all
+    # processes share them: two ranks would take all.
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if not os.path.exists(pipes) and not torch.cuda.is_initialized():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)
     store.set_timeout(limit)
     if same_host:
         placement = place(_reports_of_this_host(ranks), backend)
@@ -104,7 +100,7 @@ def check_world() -> None:
     """
     if _current_check() is not None:
         return
-    world = _world()
+    world = this_world()
     if backend_for("cuda") == "nccl":
         keys = _new_keys("devices", dist.distributed_c10d._get_default_store())
         agree(
@@ -118,7 +114,7 @@ def agree_in_world(report: Callable[[], object], decide: Callable[[list[Any]], o
 
     They wait in its store, as long as it takes: an operation has a limit.
     """
-    world = _world()
+    world = this_world()
     keys = _new_keys("agreement", dist.distributed_c10d._get_default_store())
     return agree(keys, world.rank(), world.size(), report, decide, limit=_LONGEST)
 
@@ -136,7 +132,7 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
 
     Without `group`, that of all ranks.
     """
-    return backends_of(group or _world()).get(device_type)
+    return backends_of(group or this_world()).get(device_type)
 
 
 def launch_backend(ranks: int) -> str:
@@ -144,18 +140,14 @@ def launch_backend(ranks: int) -> str:
     return place(_reports_of_this_host(ranks), None).backend
 
 
-def leave() -> None:
-    """Destroy the process group, if there is one."""
+def leave(*, together: bool = False) -> None:
+    """Destroy the process group, if there is one. `together`: all ranks leave at once, and wait for each
+    other, because a rank that ends early may lose its last NCCL sends."""
     if dist.is_initialized():
+        if together and backend_for("cuda") == "nccl":
+            torch.cuda.synchronize()  # the barrier is on another stream than the sends
+            dist.barrier()
         dist.destroy_process_group()
-
-
-def leave_together() -> None:
-    """As `leave`, when all ranks leave at once: a rank that ends early may lose its last NCCL sends."""
-    if dist.is_initialized() and backend_for("cuda") == "nccl":
-        torch.cuda.synchronize()  # the barrier is on another stream than the sends
-        dist.barrier()
-    leave()
 
 
 def _reports_of_this_host(ranks: int) -> list[RankReport]:
@@ -173,7 +165,7 @@ def _new_keys(name: str, store: Store) -> PrefixStore:
 
 def _mark_checked(limit: timedelta | None) -> None:
     global _checked_world
-    _checked_world = _CheckedWorld(weakref.ref(_world()), limit)
+    _checked_world = _CheckedWorld(weakref.ref(this_world()), limit)
 
 
 def _current_check() -> _CheckedWorld | None:
@@ -182,7 +174,7 @@ def _current_check() -> _CheckedWorld | None:
     return _checked_world if is_current else None
 
 
-def _world() -> dist.ProcessGroup:
+def this_world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "no process group is initialised"
     return world
@@ -233,7 +225,7 @@ def local_rank() -> int | None:
 
 def visible_gpus() -> tuple[str, ...]:
     """Return the identities of the GPUs that this process sees, in CUDA's order."""
-    if _was_forked_after_cuda():
+    if torch.cuda._is_in_bad_fork():
         raise UserError(
             "CUDA was started in the fork server, so no rank can use it: a module that ranks preload "
             "uses CUDA when it is imported. Move that into a function, or do not pass the module to "
@@ -242,10 +234,6 @@ def visible_gpus() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     return tuple(_gpu_id(index) for index in range(torch.cuda.device_count()))
-
-
-def _was_forked_after_cuda() -> bool:
-    return bool(torch.cuda._is_in_bad_fork())
 
 
 def _gpu_id(index: int) -> str:

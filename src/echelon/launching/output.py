@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 
-from echelon.launching.main_module import is_main_importable
+from echelon.launching.packing import is_main_importable
 
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 _READ_BYTES = 2**20  # more than a pipe holds: one read takes all that is there

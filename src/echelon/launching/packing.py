@@ -17,15 +17,40 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import UserError
-from echelon.launching.main_module import is_main_importable
 
 if TYPE_CHECKING:
     import torch
+
+
+def is_main_importable() -> bool:
+    """Return whether a rank can import the main module of this process."""
+    main = sys.modules["__main__"]
+    if hasattr(main, "get_ipython") and "ipykernel" in sys.modules:
+        return False  # a notebook; some editors give its main module a `__file__`
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return not spec.name.startswith("_pyrepl.")  # the REPL of Python 3.13 and later
+    return file is not None and Path(file).exists()  # of a program from standard input it is "<stdin>"
+
+
+@contextmanager
+def hidden_main_file() -> Iterator[None]:
+    """While a rank is started: multiprocessing lets it import any `__file__`, also "<stdin>"."""
+    main = sys.modules["__main__"]
+    file = None if is_main_importable() else vars(main).pop("__file__", None)
+    try:
+        yield
+    finally:
+        if file is not None:
+            main.__file__ = file
+
 
 FIX = "define it at the top level of a module (a .py file)"
 _CACHE = type(functools.cache(lambda: None))
@@ -37,7 +62,15 @@ def pack(value: object) -> bytes:
     try:
         return _dump(_Pickler, value)
     except _NotImportableError as error:
-        return _dump(_value_pickler(error.name), value)
+        name = error.name
+    try:
+        pickler = _make_value_pickler()
+    except ImportError:
+        raise UserError(
+            f"{name} is defined in a notebook or an interactive session, which no rank can import: install "
+            f"what sends it by value (pip install 'echelon[notebook]'), or {FIX}"
+        ) from None
+    return _dump(pickler, value)
 
 
 def unpack(data: bytes) -> Any:
@@ -109,17 +142,6 @@ _identities: "weakref.WeakKeyDictionary[Any, _Identity]" = weakref.WeakKeyDictio
 _definitions: "weakref.WeakValueDictionary[_Identity, Any]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _Source = tuple[str, list[str], int]  # a file, its lines, their number of letters
-
-
-def _value_pickler(name: str) -> type[pickle.Pickler]:
-    """Return the pickler that packs by value; `name` is what needs it."""
-    try:
-        return _make_value_pickler()
-    except ImportError:
-        raise UserError(
-            f"{name} is defined in a notebook or an interactive session, which no rank can import: install "
-            f"what sends it by value (pip install 'echelon[notebook]'), or {FIX}"
-        ) from None
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.errors import UserError
+from echelon.quantities import counted
 
 
 class RankReport(NamedTuple):
@@ -40,7 +41,10 @@ class _Host(NamedTuple):
     @property
     def gpu_use(self) -> str:
         """'none': no rank has a GPU; 'own': each has its own; 'shared'; 'some': only some have one."""
-        return _gpu_use(self.used)
+        used = self.used
+        if None in used:
+            return "none" if set(used) == {None} else "some"
+        return "own" if len(set(used)) == len(used) else "shared"
 
     @property
     def num_used(self) -> int:
@@ -56,10 +60,12 @@ def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
 
     Raises UserError where only some ranks have a GPU of their own; if NCCL is asked for, where not all have.
     """
-    devices = [
-        local_rank % len(report.gpus) if report.gpus else None
-        for report, local_rank in zip(reports, _local_ranks(reports), strict=True)
-    ]
+    devices: list[int | None] = []
+    counts: Counter[str] = Counter()
+    for report in reports:  # numbered on its host by its launcher; else the ranks of a host are counted
+        local_rank = counts[report.host_id] if report.local_rank is None else report.local_rank
+        counts[report.host_id] += 1
+        devices.append(local_rank % len(report.gpus) if report.gpus else None)
     hosts = _hosts(reports, devices)
     uses = {host.gpu_use for host in hosts}
     if backend is not None:
@@ -72,7 +78,13 @@ def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
     if uses == {"own"}:
         return Placement("nccl", devices)
     if uses == {"shared"}:
-        return Placement("gloo", devices, _sharing_note(hosts))
+        ranks, gpus = len(reports), sum(host.num_used for host in hosts)
+        where = f"host {hosts[0].name}" if len(hosts) == 1 else f"{len(hosts)} hosts"
+        note = (
+            f"{counted(ranks, 'rank')} share {counted(gpus, 'GPU')} on {where}, so they use Gloo, which is "
+            f"much slower than NCCL. {_sharing_fix(hosts)}, or accept it with backend='gloo'."
+        )
+        return Placement("gloo", devices, note)
     raise UserError(f"{_difference(hosts)}, or use backend='gloo':", _describe(hosts))
 
 
@@ -88,16 +100,6 @@ def check_devices(reports: Sequence[RankReport]) -> None:
         )
 
 
-def _local_ranks(reports: Sequence[RankReport]) -> list[int]:
-    """Return the number of each rank on its host: by its launcher, else the ranks of a host are counted."""
-    counts: Counter[str] = Counter()
-    local_ranks = []
-    for report in reports:
-        local_ranks.append(counts[report.host_id] if report.local_rank is None else report.local_rank)
-        counts[report.host_id] += 1
-    return local_ranks
-
-
 def _hosts(reports: Sequence[RankReport], devices: Sequence[int | None]) -> list[_Host]:
     ranks_of: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -107,20 +109,10 @@ def _hosts(reports: Sequence[RankReport], devices: Sequence[int | None]) -> list
             reports[ranks[0]].host,
             ranks,
             len({gpu for rank in ranks for gpu in reports[rank].gpus}),
-            [_used_gpu(reports[rank], devices[rank]) for rank in ranks],
+            [None if (device := devices[rank]) is None else reports[rank].gpus[device] for rank in ranks],
         )
         for ranks in ranks_of.values()
     ]
-
-
-def _used_gpu(report: RankReport, device: int | None) -> str | None:
-    return None if device is None else report.gpus[device]
-
-
-def _gpu_use(used: Sequence[str | None]) -> str:
-    if None in used:
-        return "none" if set(used) == {None} else "some"
-    return "own" if len(set(used)) == len(used) else "shared"
 
 
 _NCCL_RULE = "needs a GPU for every rank that no other rank uses."
@@ -149,7 +141,7 @@ def _describe(hosts: Sequence[_Host]) -> list[str]:
 
 
 def _describe_gpus(host: _Host) -> str:
-    gpus = _count(host.num_gpus, "GPU")
+    gpus = counted(host.num_gpus, "GPU")
     match host.gpu_use:
         case "none":
             return "no GPU"
@@ -162,15 +154,6 @@ def _describe_gpus(host: _Host) -> str:
             return f"{gpus}, of which the ranks use {host.num_used}"
         case _:
             return f"{gpus}, which ranks share"
-
-
-def _sharing_note(hosts: Sequence[_Host]) -> str:
-    ranks, gpus = sum(len(host.ranks) for host in hosts), sum(host.num_used for host in hosts)
-    where = f"host {hosts[0].name}" if len(hosts) == 1 else f"{len(hosts)} hosts"
-    return (
-        f"{_count(ranks, 'rank')} share {_count(gpus, 'GPU')} on {where}, so they use Gloo, which is much "
-        f"slower than NCCL. {_sharing_fix(hosts)}, or accept it with backend='gloo'."
-    )
 
 
 def _sharing_fix(hosts: Sequence[_Host]) -> str:
@@ -188,7 +171,3 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return "ranks " + ", ".join(str(rank) for rank in ranks)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -14,9 +14,8 @@ from multiprocessing.connection import Connection, wait
 from echelon.errors import UserError
 from echelon.launching import worker
 from echelon.launching.channel import STOP, Answer, Message
-from echelon.launching.main_module import hidden_main_file
 from echelon.launching.output import RankOutput, streams_without_file
-from echelon.launching.packing import unpack
+from echelon.launching.packing import hidden_main_file, unpack
 from echelon.launching.preloading import fork_server_context
 from echelon.launching.watch import failure
 from echelon.launching.watch.failure import Failure, Kind
@@ -80,7 +79,14 @@ class RankProcess:
         self._output.forward()
         if self._pipe_is_open and self._connection.poll():
             return self._receive()
-        return self._death() if is_dead else None
+        if not is_dead:
+            return None
+        code = self.process.exitcode
+        assert code is not None
+        if code == UNGUARDED_EXIT_CODE and not self._has_joined:
+            reason = "imported a main module that launches ranks"
+            return Failure(self.rank, Kind.DIED, reason, user_error=missing_guard_error())
+        return failure.from_exit_code(self.rank, code, while_starting=not self._has_joined)
 
     def _receive(self) -> Event | None:
         try:
@@ -97,14 +103,6 @@ class RankProcess:
         self._has_joined = True
         return event
 
-    def _death(self) -> Failure:
-        code = self.process.exitcode
-        assert code is not None
-        if code == UNGUARDED_EXIT_CODE and not self._has_joined:
-            reason = "imported a main module that launches ranks"
-            return Failure(self.rank, Kind.DIED, reason, user_error=missing_guard_error())
-        return failure.from_exit_code(self.rank, code, while_starting=not self._has_joined)
-
     def request_stacks(self) -> None:
         """Let the rank write where all its threads are. Before its file exists it has no signal handler."""
         if self._config.stacks.exists():
@@ -114,15 +112,12 @@ class RankProcess:
         """Return what the rank has written since `request_stacks`."""
         return self._config.stacks.read_text() if self._config.stacks.exists() else ""
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the rank and to all that it started."""
+    def send_signal(self, number: int, *, to_rank_alone: bool = False) -> None:
+        """Send a signal to the rank, and to all that it started."""
         if self.is_alive:
             self._send(os.kill, number)  # at its very start a rank has no process group of its own
-        self._send(os.killpg, number)  # a dead rank may have left data workers
-
-    def send_to_rank(self, number: int) -> None:
-        """Send a signal to the rank alone."""
-        self._send(os.kill, number)
+        if not to_rank_alone:
+            self._send(os.killpg, number)  # a dead rank may have left data workers
 
     def _send(self, send: Callable[[int, int], None], number: int) -> None:
         assert self.process.pid is not None

@@ -17,7 +17,6 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from echelon.errors import UserError, raise_errors
@@ -130,15 +129,12 @@ class Ranks:
     def send_signal(self, number: int) -> None:
         """Send a signal to every rank, but to nothing that ranks have started."""
         for process in self._processes:
-            if process.is_alive:
-                process.send_to_rank(number)
+            process.send_signal(number, to_rank_alone=True)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -146,27 +142,27 @@ class Ranks:
 
     def _start(self, backend: str | None, overrides: Sequence[dict[str, str]]) -> None:
         """Start the processes and wait until they have joined their group."""
-        configs = [self._config(rank, backend, overrides) for rank in range(len(overrides))]
+        configs = [
+            RankConfig(
+                rank=rank,
+                ranks=len(overrides),
+                folder=self._folder,
+                server_folder=Path(get_temp_dir()),
+                backend=backend,
+                timeout_seconds=operation_seconds(self._deadline),
+                working_directory=os.getcwd(),
+                environment=dict(os.environ),
+                overrides=overrides[rank],
+                same_environment=not any(overrides),
+            )
+            for rank in range(len(overrides))
+        ]
         self._board = Board(configs[0].board, len(overrides))
         self._processes = [RankProcess(config) for config in configs]
         with deferred_interrupts(1):  # the first waits until all are known, so that they can be ended
             for process in self._processes:
                 process.start()
         self._await_answers(None if self._deadline is None else max(self._deadline, _START_SECONDS))
-
-    def _config(self, rank: int, backend: str | None, overrides: Sequence[dict[str, str]]) -> RankConfig:
-        return RankConfig(
-            rank=rank,
-            ranks=len(overrides),
-            folder=self._folder,
-            server_folder=Path(get_temp_dir()),
-            backend=backend,
-            timeout_seconds=operation_seconds(self._deadline),
-            working_directory=os.getcwd(),
-            environment=dict(os.environ),
-            overrides=overrides[rank],
-            same_environment=not any(overrides),
-        )
 
     @contextmanager
     def _kill_on_error(self) -> Iterator[None]:
@@ -194,10 +190,16 @@ class Ranks:
                 watch.sign_of_life()
             elif watch.deadline_passed():
                 raise self._hang_error(replies, watch.reason)
-        if replies.failures:
-            self._await_root_cause(replies, on_message)
-            raise self._failure_error(replies)
-        return [replies.answers[process.rank] for process in self._processes]
+        if not replies.failures:
+            return [replies.answers[process.rank] for process in self._processes]
+        # The first failure to arrive is often a consequence of another, which comes a little later.
+        give_up = time.monotonic() + _GRACE_SECONDS
+        while (
+            len(replies.failures.keys() | replies.answers.keys()) < len(self._processes)
+            and (remaining := give_up - time.monotonic()) > 0
+        ):
+            self._receive(remaining, replies, on_message)
+        raise self._failure_error(replies)
 
     def _receive(self, seconds: float | None, replies: _Replies, on_message: OnMessage | None) -> bool:
         """Wait for events of the ranks and note them in `replies`; False if there were none."""
@@ -215,29 +217,18 @@ class Ranks:
                     on_message(rank, content)
         return any(event is not None for _, event in events)
 
-    def _await_root_cause(self, replies: _Replies, on_message: OnMessage | None) -> None:
-        """Receive a little longer: the first failure to arrive is often a consequence of another."""
-        give_up = time.monotonic() + _GRACE_SECONDS
-        while (
-            len(replies.failures.keys() | replies.answers.keys()) < len(self._processes)
-            and (remaining := give_up - time.monotonic()) > 0
-        ):
-            self._receive(remaining, replies, on_message)
-
     def _failure_error(self, replies: _Replies) -> Exception:
+        """Return the error of the root cause, with a line for every other rank: it failed too, or ends."""
         root = root_cause(replies.failures.values())
-        error = RankFailed(root.rank, root.reason, root.traceback, self._describe_others(replies, root.rank))
+        lines = [f"rank {rank} was ended; it {state}" for rank, state in enumerate(self._states(replies))]
+        for rank, failure in replies.failures.items():
+            lines[rank] = f"rank {rank} {failure.reason.splitlines()[0]}"
+        del lines[root.rank]
+        error = RankFailed(root.rank, root.reason, root.traceback, lines)
         if root.user_error is None:
             return error
         root.user_error.__cause__ = error  # keeps the rank's traceback
         return root.user_error
-
-    def _describe_others(self, replies: _Replies, root: int) -> list[str]:
-        """Return a line for every rank but `root`: it failed too, or will be ended."""
-        lines = [f"rank {rank} was ended; it {state}" for rank, state in enumerate(self._states(replies))]
-        for rank, failure in replies.failures.items():
-            lines[rank] = f"rank {rank} {failure.reason.splitlines()[0]}"
-        return lines[:root] + lines[root + 1 :]
 
     def _hang_error(self, replies: _Replies, reason: str) -> RankHung:
         stacks = collect_stacks(self._processes)

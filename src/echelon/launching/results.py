@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +73,19 @@ class _Encoder:
         kind = type(value)
         if kind in (type(None), bool, int, float, str):
             return value
-        if kind is list:
-            return self._items(value, place)
-        if kind is tuple:
-            return {"tuple": self._items(value, place)}
+        if kind in (list, tuple):
+            items = [self.structure(each, f"{place}[{index}]") for index, each in enumerate(value)]
+            return items if kind is list else {"tuple": items}
         if kind in (dict, OrderedDict):
-            return {kind.__name__: [self._entry(key, value[key], place) for key in value]}
+            return {
+                kind.__name__: [
+                    [
+                        self.structure(key, f"the key {key!r} of {place}"),
+                        self.structure(value[key], f"{place}[{key!r}]"),
+                    ]
+                    for key in value
+                ]
+            }
         if kind is bytes:
             return {"bytes": self._bytes(value)}
         if kind in (torch.Tensor, torch.nn.Parameter):
@@ -90,28 +97,15 @@ class _Encoder:
         if isinstance(value, np.generic):
             return {"scalar": self._array(np.asarray(value), place)}
         if is_named_tuple(kind):
-            return {"named tuple": [class_name(kind, place), self._values(value, place)]}
+            name, fields = class_name(kind, place), kind._fields
+            refuse_other_attributes(value, fields, place)
+            pairs = zip(fields, value, strict=True)
+            return {"named tuple": [name, [self.structure(each, f"{place}.{key}") for key, each in pairs]]}
         if dataclasses.is_dataclass(kind):
-            return {"dataclass": [class_name(kind, place), self._fields(value, place)]}
+            name, contents = class_name(kind, place), fields_of(value, place)
+            sent = {key: self.structure(each, f"{place}.{key}") for key, each in contents.items()}
+            return {"dataclass": [name, sent]}
         raise TypeError(f"{place} is of type {kind.__qualname__}, which cannot be sent: {_FIX}")
-
-    def _items(self, values: Iterable[Any], place: str) -> list[Any]:
-        return [self.structure(value, f"{place}[{index}]") for index, value in enumerate(values)]
-
-    def _entry(self, key: Any, value: Any, place: str) -> list[Any]:
-        return [
-            self.structure(key, f"the key {key!r} of {place}"),
-            self.structure(value, f"{place}[{key!r}]"),
-        ]
-
-    def _fields(self, value: Any, place: str) -> dict[str, Any]:
-        fields = fields_of(value, place)
-        return {name: self.structure(fields[name], f"{place}.{name}") for name in fields}
-
-    def _values(self, value: Any, place: str) -> list[Any]:
-        names = type(value)._fields
-        refuse_other_attributes(value, names, place)
-        return [self.structure(each, f"{place}.{name}") for name, each in zip(names, value, strict=True)]
 
     def _array(self, array: "np.ndarray[Any, Any]", place: str) -> list[Any]:
         if array.dtype.kind not in _ARRAY_KINDS:
@@ -156,7 +150,7 @@ def _decode(structure: Any, tensors: "dict[str, Tensor]") -> Any:
         case "tensor":
             return tensors[content]
         case "bytes":
-            return _read_bytes(tensors[content])
+            return tensors[content].numpy().tobytes()
         case "array":
             return _read_array(content, tensors)
         case "scalar":
@@ -177,15 +171,11 @@ def _decode(structure: Any, tensors: "dict[str, Tensor]") -> Any:
             raise UserError(f"a result of another rank has content of the unknown kind {kind!r}: {_SAME}")
 
 
-def _read_bytes(tensor: "Tensor") -> bytes:
-    return tensor.numpy().tobytes()
-
-
 def _read_array(content: list[Any], tensors: "dict[str, Tensor]") -> "np.ndarray[Any, Any]":
     import numpy as np
 
     text, shape, name = content
-    dtype, data = np.dtype(text), _read_bytes(tensors[name])
+    dtype, data = np.dtype(text), tensors[name].numpy().tobytes()
     if dtype.kind not in _ARRAY_KINDS:  # the bytes of an object would be a pointer
         raise UserError(f"a result of another rank has a numpy array of {dtype}, which is not read: {_SAME}")
     if math.prod(shape) * dtype.itemsize != len(data):
@@ -199,12 +189,6 @@ def _read_array(content: list[Any], tensors: "dict[str, Tensor]") -> "np.ndarray
 # Dataclasses and named tuples by their names and their fields. A name that arrives over a network finds only
 # a class that this process has loaded already, and an object of it is made from fields alone: no `__init__`,
 # no `__post_init__`, no setter of a property runs.
-
-_SAME_CODE = "run the same code on every rank"
-
-
-def is_data_class(kind: type[Any]) -> bool:
-    return dataclasses.is_dataclass(kind) or is_named_tuple(kind)
 
 
 def is_named_tuple(kind: type[Any]) -> bool:
@@ -223,7 +207,6 @@ def class_name(kind: type[Any], place: str) -> str:
 
 
 def find_class(name: str) -> type[Any]:
-    """Return the dataclass or named tuple of this name."""
     kind = _loaded_class(name)
     if kind is None:
         module = name.partition(":")[0]
@@ -231,7 +214,7 @@ def find_class(name: str) -> type[Any]:
             f"a result of another rank is of type {name}, which this rank has not imported: "
             f"import {module} at the top of the script"
         )
-    if not is_data_class(kind):
+    if not dataclasses.is_dataclass(kind) and not is_named_tuple(kind):
         raise UserError(f"a result of another rank is of type {name}, which is no dataclass: it is not read")
     return kind
 
@@ -256,16 +239,17 @@ def refuse_other_attributes(value: Any, names: Sequence[str], place: str) -> Non
     # typing adds __orig_class__ to an object that is made by Box[int](…); it only repeats the annotation.
     expected = {*names, "__orig_class__"}
     others = [name for name in getattr(value, "__dict__", {}) if name not in expected]
-    lost = [name for name in others if not _is_cache(type(value), name)]
+    caches = functools.cached_property
+    lost = [
+        name for name in others if not isinstance(inspect.getattr_static(type(value), name, None), caches)
+    ]
     if lost:
         _refuse(value, place, f"has {lost[0]!r}, which is no field", "declare it: a field(init=False)")
 
 
 def make_named_tuple(kind: type[Any], values: Sequence[Any]) -> Any:
     if not is_named_tuple(kind) or len(values) != len(kind._fields):
-        raise UserError(
-            f"a result of another rank has {len(values)} values for {kind.__qualname__}: {_SAME_CODE}"
-        )
+        raise UserError(f"a result of another rank has {len(values)} values for {kind.__qualname__}: {_SAME}")
     return tuple.__new__(kind, values)
 
 
@@ -275,7 +259,7 @@ def make_dataclass(kind: type[Any], fields: Mapping[str, Any]) -> Any:
     if value is None or any(name not in names or _runs_code(kind, name) for name in fields):
         raise UserError(
             f"a result of another rank has the fields {', '.join(fields)} for {kind.__qualname__}, which has "
-            f"{', '.join(names) or 'none'}: {_SAME_CODE}"
+            f"{', '.join(names) or 'none'}: {_SAME}"
         )
     for name, content in fields.items():
         object.__setattr__(value, name, content)  # also if it is frozen
@@ -312,10 +296,6 @@ def _runs_code(kind: type[Any], name: str) -> bool:
     """Return whether setting this field would call something, as of a property. A slot calls nothing."""
     attribute = inspect.getattr_static(kind, name, None)
     return hasattr(type(attribute), "__set__") and not isinstance(attribute, MemberDescriptorType)
-
-
-def _is_cache(kind: type[Any], name: str) -> bool:
-    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
 
 
 def _refuse(value: Any, place: str, why: str, fix: str) -> None:

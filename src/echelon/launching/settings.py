@@ -1,5 +1,6 @@
 """Settings that users give to a launch: its deadline, and environment variables of single ranks."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
@@ -16,31 +17,23 @@ FROM_ENVIRONMENT: Final = "environment"
 
 def deadline_seconds(deadline: Deadline) -> float | None:
     """Return the seconds, or None for no limit; refuse anything else with a UserError."""
+    given, unlimited, seconds = f"deadline={deadline!r}", "None", deadline
     if deadline == FROM_ENVIRONMENT:
         text = os.environ.get(VARIABLE, "")
-        return _check(_read(text), f"{VARIABLE}={text!r} in the environment", "none") if text else SECONDS
-    assert not isinstance(deadline, str)
-    return _check(deadline, f"deadline={deadline!r}", "None")
+        given, unlimited = f"{VARIABLE}={text!r} in the environment", "none"
+        try:
+            seconds = None if text.lower() == "none" else float(text or SECONDS)
+        except ValueError:
+            seconds = math.nan
+    assert not isinstance(seconds, str)
+    if seconds is not None and not seconds > 0:  # NaN is no deadline either
+        raise UserError(f"{given}: must be more than 0 seconds, or {unlimited} for no deadline")
+    return seconds
 
 
 def operation_seconds(deadline: float | None) -> float | None:
     """torch's own timeout of one operation: much longer than the deadline, whose report says more."""
     return None if deadline is None else 2 * deadline + 60
-
-
-def _read(text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")  # is refused with its text
-
-
-def _check(seconds: float | None, given: str, unlimited: str) -> float | None:
-    if seconds is not None and not seconds > 0:  # NaN is no deadline either
-        raise UserError(f"{given}: must be more than 0 seconds, or {unlimited} for no deadline")
-    return seconds
 
 
 Environment = Callable[[int], Mapping[str, str]]

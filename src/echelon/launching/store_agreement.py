@@ -37,7 +37,9 @@ def agree(
     outcome, local_error = _run(report, rank)
     store.set(f"report-{rank}", outcome)
     if rank == 0 and local_error is None:
-        outcome, local_error = _run(lambda: decide(_read_reports(store, ranks)), rank)
+        outcome, local_error = _run(
+            lambda: decide([_read_report(store, each) for each in range(ranks)]), rank
+        )
     if rank == 0:
         store.set("decision", outcome)
     poll_file(store, "decision")
@@ -46,7 +48,12 @@ def agree(
     decision = json.loads(store.get("decision"))
     if "value" in decision:
         return decision["value"]
-    _await_readers(store, rank, ranks)
+    # Rank 0 may hold the store: if it ended now, the others would lose the store and not read the error.
+    if store.add("readers", 1) == ranks:
+        store.set("all have read", "")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):  # a rank is gone; the error is still the one to raise
+            store.wait(["all have read"], timedelta(seconds=_READ_SECONDS))
     raise local_error or _error_of(decision)
 
 
@@ -79,15 +86,10 @@ def poll_file(store: Store, key: str) -> None:
 
 def _read_report(store: Store, rank: int) -> Any:
     poll_file(store, f"report-{rank}")
-    return json.loads(store.get(f"report-{rank}"))
-
-
-def _read_reports(store: Store, ranks: int) -> list[Any]:
-    reports = [_read_report(store, rank) for rank in range(ranks)]
-    for report in reports:
-        if "value" not in report:
-            raise _error_of(report)
-    return [report["value"] for report in reports]
+    report = json.loads(store.get(f"report-{rank}"))
+    if "value" not in report:
+        raise _error_of(report)
+    return report["value"]
 
 
 def _error_of(outcome: dict[str, Any]) -> Exception:
@@ -96,15 +98,6 @@ def _error_of(outcome: dict[str, Any]) -> Exception:
     if "damage" in outcome:
         return DamagedError(*outcome["damage"])
     return PeerLost(outcome["peer lost"])
-
-
-def _await_readers(store: Store, rank: int, ranks: int) -> None:
-    """Rank 0 may hold the store: if it ended now, the others would lose the store and not read the error."""
-    if store.add("readers", 1) == ranks:
-        store.set("all have read", "")
-    if rank == 0:
-        with contextlib.suppress(RuntimeError):  # a rank is gone; the error is still the one to raise
-            store.wait(["all have read"], timedelta(seconds=_READ_SECONDS))
 
 
 _PERIOD_SECONDS = 0.02

@@ -62,13 +62,6 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
         group.init_group(store, rank, ranks, backend, group.timeout(operation_seconds(seconds)))
 
 
-def when_ended(call: Callable[[str], object]) -> None:
-    """Let the watchdog of this rank call this with the reason before it ends the process."""
-    from echelon.launching.watch import watchdog
-
-    watchdog.when_ended(call)
-
-
 def report_failure(reason: str) -> None:
     """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
     if "echelon.launching.watch.watchdog" in sys.modules:  # otherwise it has joined no ranks
@@ -107,7 +100,11 @@ def share_results(value: object) -> list[Any]:
 
     from echelon.launching.group import all_gather_bytes, broadcast_bytes, gather_bytes
 
-    data, error = _try_encode(value)
+    data, error = b"", None
+    try:
+        data = encode(value)
+    except Exception as refusal:  # every rank must learn of it, or the others would wait forever
+        error = refusal
     state = [len(data), None if error is None else str(error) or type(error).__name__]
     states = [json.loads(each) for each in all_gather_bytes(json.dumps(state).encode())]
     if error is not None:
@@ -120,14 +117,6 @@ def share_results(value: object) -> list[Any]:
         return [decode(each) for each in gathered]
     local = {0: first, dist.get_rank(): data}
     return [decode(local[rank]) if rank in local else RemoteResult(rank) for rank in range(len(states))]
-
-
-def _try_encode(value: object) -> tuple[bytes, Exception | None]:
-    """Return the bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
-    try:
-        return encode(value), None
-    except Exception as error:
-        return b"", error
 
 
 def _leave() -> None:

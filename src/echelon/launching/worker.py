@@ -59,19 +59,17 @@ def main(config: RankConfig, connection: Connection, outputs: Mapping[str, Conne
         channel.send(pack(Answer(None)))
         while (call := channel.receive()) != STOP:
             _answer(channel, call)
-        _leave()
+        from echelon.launching import group
+
+        group.leave(together=True)
     except BaseException as error:
         _flush()
-        _report(channel, failure.from_exception(config.rank, error))
+        try:
+            channel.send(pack(failure.from_exception(config.rank, error)))
+        except OSError:  # the parent has ended this launch, or itself
+            sys.exit(1)
         # Stay until the parent ends this process: if its sockets closed now, every peer would fail too.
         threading.Event().wait()
-
-
-def _report(channel: Channel, reason: failure.Failure) -> None:
-    try:
-        channel.send(pack(reason))
-    except OSError:  # the parent has ended this launch, or itself
-        sys.exit(1)
 
 
 def _answer(channel: Channel, call: bytes) -> None:
@@ -136,12 +134,6 @@ def _flush() -> None:
     """Write out what the function printed before the parent continues or ends this process."""
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _leave() -> None:
-    from echelon.launching import group
-
-    group.leave_together()
 
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h

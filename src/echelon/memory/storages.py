@@ -26,8 +26,7 @@ def weight_storages(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether its elements lie in memory without gaps, in any order of dims: a copy has the same
-    strides."""
+    """Return whether its elements lie in memory without gaps, so that a copy has the same strides."""
     if tensor.is_contiguous() or (
         tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     ):

@@ -4,7 +4,7 @@ They know nothing of parallelism. `train` and the benchmarks use them; the strat
 lists its layers.
 """
 
-from echelon.models.build import build, build_image, build_without_memory, num_parameters
+from echelon.models.build import build, build_image, build_without_memory, num_parameters, preset, presets
 from echelon.models.config import ModelConfig, RopeScaling
 from echelon.models.experts_config import ExpertsConfig
 from echelon.models.generate import generate
@@ -19,7 +19,6 @@ from echelon.models.hf.folder import (
 from echelon.models.image.config import ImageConfig, image_preset, image_presets, read_image_config
 from echelon.models.image.model import ImageModel, load_image
 from echelon.models.loss import cross_entropy
-from echelon.models.presets import preset, presets
 from echelon.models.transformer import GPT, Llama, Transformer
 
 __all__ = [

@@ -3,18 +3,22 @@
 Every part knows its own initial values (`reset_parameters`), drawn from torch's seed when it is built.
 `x` is always hidden states, [batch, sequence, width].
 `transformer` has what differs between families (embedding, norm, dense feed-forward), and connects the parts.
+
+Rotary positions turn each pair of a head's numbers by an angle that grows with the position. Nothing is
+stored: a part of a sequence is turned by its true positions, a model built on the meta device has no buffer
+to restore, and casting a model to bfloat16 does not round the angles.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from echelon.models.config import ModelConfig
+from echelon.models.config import ModelConfig, RopeScaling
 from echelon.models.experts_config import GATE_FIELDS, ExpertsConfig
-from echelon.models.rotary import Rotary, rotate
 from echelon.nn.experts import (
     Experts,
     Gate,
@@ -28,6 +32,46 @@ from echelon.nn.experts import (
 )
 from echelon.nn.experts.layer import Activation
 from echelon.nn.sequence import WHOLE
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angles of one model. A head of width E has E/2 pairs, each with its own frequency."""
+
+    head_width: int
+    theta: float
+    scaling: RopeScaling | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Rotary":
+        return cls(config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, each [sequence, head_width / 2], for positions [sequence].
+
+        In `dtype`, but at least float32: at position 100000 a bfloat16 angle is meaningless.
+        """
+        precise = torch.promote_types(dtype, torch.float32)
+        exponents = torch.arange(0, self.head_width, 2, device=positions.device).to(precise) / self.head_width
+        frequencies = self.theta**-exponents
+        if (scaling := self.scaling) is not None:
+            # Fast pairs are kept, slow ones slowed down by `factor`, others between (the Llama 3.1 rule).
+            turns_in_original = scaling.original_sequence * frequencies / (2 * math.pi)
+            span = scaling.high_freq_factor - scaling.low_freq_factor
+            kept = ((turns_in_original - scaling.low_freq_factor) / span).clamp(0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        turns = positions.to(precise)[:, None] * frequencies
+        return turns.cos(), turns.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn queries or keys [batch, heads, sequence, E]. Number i of a head pairs with number i + E/2, as in
+    Hugging Face files."""
+    cos, sin = angles
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.to(x.dtype)
+
 
 INIT_STD = 0.02
 
@@ -99,7 +143,9 @@ class Attention(nn.Module):
         self.key = Linear(config.width, config.kv_width, config.bias)
         self.value = Linear(config.width, config.kv_width, config.bias)
         self.output = Linear(config.query_width, config.width, config.bias, std=residual_std(config))
-        self.query_norm, self.key_norm = (_head_norm(config) for _ in range(2))
+        self.query_norm, self.key_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else None for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         query = self._split_heads(self.query(x))
@@ -118,10 +164,6 @@ class Attention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [batch, sequence, heads · head_width] as [batch, heads, sequence, head_width]."""
         return x.reshape(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
-
-
-def _head_norm(config: ModelConfig) -> nn.RMSNorm | None:
-    return nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else None
 
 
 class Block(nn.Module):
@@ -185,30 +227,29 @@ def feed_forward(config: ModelConfig, layer: int, dense: Dense) -> nn.Module:
     gate = make_gate(config.width, experts)
     activation: Activation = "gelu" if config.family == "gpt" else "swiglu"
     routed = Experts(experts.num_experts, config.width, experts.hidden, activation, std=residual_std(config))
-    return MixtureOfExperts(gate, routed, _shared(config, experts, dense))
+    shared = dense(config, experts.shared) if experts.shared else None
+    if shared is not None and experts.shared_gate:
+        shared = SharedExpert(shared, config.width)
+    return MixtureOfExperts(gate, routed, shared)
 
 
 def make_gate(width: int, config: ExpertsConfig) -> Gate:
     """Make the gate of one layer. Fields of the config are arguments of the same name, or of `_ARGUMENTS`."""
     if config.gate == "hierarchical":
-        return _hierarchical(width, config)
+        return HierarchicalGate(
+            width,
+            config.groups,
+            config.num_experts // config.groups,
+            top_groups=config.num_chosen_groups,
+            top_experts=config.top_k // config.num_chosen_groups,
+            importance=config.importance,
+            load=config.load,
+            capacity=config.capacity,
+        )
     top_k = () if config.gate in ("switch", "gshard") else (config.top_k,)  # which choose 1 and 2
     fields = {name: getattr(config, name) for name in GATE_FIELDS[config.gate]}
     arguments = {_ARGUMENTS.get(name, name): value for name, value in fields.items()}
     return _GATES[config.gate](width, config.num_experts, *top_k, **arguments)
-
-
-def _hierarchical(width: int, config: ExpertsConfig) -> Gate:
-    return HierarchicalGate(
-        width,
-        config.groups,
-        config.num_experts // config.groups,
-        top_groups=config.num_chosen_groups,
-        top_experts=config.top_k // config.num_chosen_groups,
-        importance=config.importance,
-        load=config.load,
-        capacity=config.capacity,
-    )
 
 
 _GATES: dict[str, Callable[..., Gate]] = {
@@ -219,13 +260,6 @@ _GATES: dict[str, Callable[..., Gate]] = {
     "sigmoid": SigmoidGate,
 }
 _ARGUMENTS = {"group_top_k": "top_groups"}
-
-
-def _shared(config: ModelConfig, experts: ExpertsConfig, dense: Dense) -> nn.Module | None:
-    if not experts.shared:
-        return None
-    expert = dense(config, experts.shared)
-    return SharedExpert(expert, config.width) if experts.shared_gate else expert
 
 
 @final

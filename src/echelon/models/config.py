@@ -69,8 +69,10 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
+        families = get_args(Family)
+        guess = did_you_mean(str(self.family), families)
         errors = [
-            *_family_errors(self.family),
+            *([] if self.family in families else [f"family={self.family!r}: is not a model family{guess}"]),
             *value_errors(self, "count", "layers", "width", "heads", "vocab", "sequence"),
             *value_errors(self, "count", *(name for name in _OPTIONAL if getattr(self, name) is not None)),
             *value_errors(self, "number", "norm_epsilon", "rope_theta"),
@@ -137,29 +139,18 @@ class ModelConfig:
         positions = self.sequence * self.width if self.family == "gpt" else 0
         projection = 0 if self.tied else self.vocab * self.width
         embedding = self.vocab * self.width + positions
-        norm = _num_norm_parameters(self)
-        blocks = self.layers * (_num_attention_parameters(self) + 2 * norm)
+        norm = 2 * self.width if self.family == "gpt" else self.width
+        attention = 2 * self.width * (self.query_width + self.kv_width)
+        attention += self.query_width + 2 * self.kv_width + self.width if self.bias else 0
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        count = embedding + self.layers * (attention + 2 * norm) + norm + projection
         sparse = max(0, self.layers - self.experts.first_dense) if self.experts else 0
-        dense = (self.layers - sparse) * _num_mlp_parameters(self, self.ffn_width)
-        return (
-            embedding
-            + blocks
-            + dense
-            + (sparse * _num_mixture_parameters(self, self.experts, num_experts) if self.experts else 0)
-            + norm
-            + projection
-        )
-
-
-def _num_norm_parameters(config: ModelConfig) -> int:
-    return 2 * config.width if config.family == "gpt" else config.width
-
-
-def _num_attention_parameters(config: ModelConfig) -> int:
-    width, query, key_value = config.width, config.query_width, config.kv_width
-    matrices = 2 * width * (query + key_value)
-    biases = query + 2 * key_value + width if config.bias else 0
-    return matrices + biases + (2 * config.head_dim if config.qk_norm else 0)
+        if (experts := self.experts) is not None:  # which have no biases
+            gate = (experts.num_gate_rows + experts.shared_gate) * self.width
+            routed = num_experts * _num_matrices(self) * self.width * experts.hidden
+            shared = _num_mlp_parameters(self, experts.shared) if experts.shared else 0
+            count += sparse * (gate + routed + shared)
+        return count + (self.layers - sparse) * _num_mlp_parameters(self, self.ffn_width)
 
 
 def _num_mlp_parameters(config: ModelConfig, ffn: int) -> int:
@@ -167,24 +158,8 @@ def _num_mlp_parameters(config: ModelConfig, ffn: int) -> int:
     return _num_matrices(config) * config.width * ffn + biases
 
 
-def _num_mixture_parameters(config: ModelConfig, experts: ExpertsConfig, num_experts: int) -> int:
-    """Count the parameters of one layer with this many experts. Experts have no biases."""
-    gate = experts.num_gate_rows * config.width
-    routed = num_experts * _num_matrices(config) * config.width * experts.hidden
-    shared = _num_mlp_parameters(config, experts.shared) if experts.shared else 0
-    return gate + routed + shared + (config.width if experts.shared_gate else 0)
-
-
 def _num_matrices(config: ModelConfig) -> int:
-    """Count the matrices of a feed-forward part."""
     return 2 if config.family == "gpt" else 3
-
-
-def _family_errors(family: str) -> list[str]:
-    families = get_args(Family)
-    if family in families:
-        return []
-    return [f"family={family!r}: is not a model family{did_you_mean(str(family), families)}"]
 
 
 def _fit_errors(config: ModelConfig) -> list[str]:

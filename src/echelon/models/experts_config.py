@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
 from echelon.models.value_checks import value_errors
@@ -146,16 +146,14 @@ def _group_errors(config: ExpertsConfig) -> list[str]:
 
 
 def _unread_errors(config: ExpertsConfig) -> list[str]:
-    """Fields that are set, and that the gate does not read."""
-    read = GATE_FIELDS[config.gate]
-    return [
-        f"{name}={value!r} gate={config.gate!r}: this gate does not read {name}; leave it out, or use "
-        f"{' or '.join(repr(gate) for gate, fields in GATE_FIELDS.items() if name in fields)}"
-        for name, default in _gate_defaults().items()
-        if name not in read and (value := getattr(config, name)) != default
-    ]
-
-
-def _gate_defaults() -> dict[str, Any]:
-    names = {name for fields in GATE_FIELDS.values() for name in fields}
-    return {field.name: field.default for field in dataclasses.fields(ExpertsConfig) if field.name in names}
+    """Fields that are set, and that only another gate reads."""
+    errors = []
+    for field in dataclasses.fields(ExpertsConfig):
+        gates = [repr(gate) for gate, names in GATE_FIELDS.items() if field.name in names]
+        value = getattr(config, field.name)
+        if gates and repr(config.gate) not in gates and value != field.default:
+            errors.append(
+                f"{field.name}={value!r} gate={config.gate!r}: this gate does not read {field.name}; leave "
+                f"it out, or use {' or '.join(gates)}"
+            )
+    return errors

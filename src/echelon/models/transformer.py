@@ -20,6 +20,7 @@ from echelon.models.blocks import (
     Embedding,
     Head,
     Linear,
+    Rotary,
     TokenEmbedding,
     feed_forward,
     reset_parameters,
@@ -28,7 +29,6 @@ from echelon.models.blocks import (
 from echelon.models.config import Family, ModelConfig
 from echelon.models.hf.config import config_differences, config_to_hf
 from echelon.models.hf.names import hf_layout
-from echelon.models.rotary import Rotary
 from echelon.nn.sequence import WHOLE
 from echelon.state.weight_files.layout import WeightLayout
 

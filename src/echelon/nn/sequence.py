@@ -4,7 +4,8 @@ A layer that needs positions, or mixes them (attention), has an attribute `view`
 parallelism assigns another one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +35,16 @@ class View:
         """Count the positions of the whole sequence, without padding, where `length` are on this rank."""
         padded = length * self.parts
         return padded if self.true_length is None else min(padded, self.true_length)
+
+    @contextmanager
+    def seeing(self, true_length: int | None, shared: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, it is the view on a sequence of this length, with what every layer may ask for."""
+        before = self.true_length, self.shared
+        self.true_length, self.shared = true_length, shared
+        try:
+            yield
+        finally:
+            self.true_length, self.shared = before
 
     def _in_sequence(self, positions: Tensor) -> Tensor:
         return positions if self.true_length is None else positions.clamp(max=self.true_length - 1)

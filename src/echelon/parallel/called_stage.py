@@ -141,12 +141,9 @@ class CalledStage(nn.Module):
             raise _Finished
         if place == self._begin - 1:
             return self._received
-        return tree_map(
-            lambda leaf: AbsentTensor.make() if isinstance(leaf, Tensor) else leaf, self._received
-        )
+        return tree_map(_absent, self._received)
 
     def enter(self, place: int, arguments: Any) -> None:
-        """A layer of this stage is called."""
         self._advance(place)
         self._check_present(arguments, f"an argument of layer {place}")
 
@@ -173,13 +170,10 @@ class CalledStage(nn.Module):
     def connect(self, wrapping: Wrapping) -> None:
         """Let the model's layers tell this stage when they are called."""
         for place, layer in enumerate(self._all):
-            if self._begin <= place < self._end:
-                wrapping.wrap(OwnLayer(layer, self, place))
-            else:
-                wrapping.wrap(SkippedLayer(layer, self, place))
+            kind = OwnLayer if self._begin <= place < self._end else SkippedLayer
+            wrapping.wrap(kind(layer, self, place))
 
     def outside_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers, by name, that are in no layer."""
         in_layers = {module for layer in self._layers for module in layer.modules()}
         outside = [module for module in (*self.modules(), *self._containers) if module not in in_layers]
         return dict(self._buffers_of(outside))
@@ -219,8 +213,6 @@ class _CountedLayer(Wrapper):
 
 @final
 class OwnLayer(_CountedLayer):
-    """A layer of this stage."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:
             return self.inner(*args, **kwargs)

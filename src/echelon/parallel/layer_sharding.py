@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, num_samples
@@ -64,8 +65,6 @@ class LogitsChoice:
 
 
 class LayerSharding:
-    """The layers of a model, as this rank has them."""
-
     def __init__(
         self, model: nn.Module, mesh: Mesh, loss: Loss, tensor_table: Table | None, wrapping: Wrapping
     ) -> None:
@@ -93,7 +92,8 @@ class LayerSharding:
         self.has_split_logits = self.loss is not self.whole_loss
         self.logits = LogitsChoice()
         self._place_dropout(model, before)
-        self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
+        self._padding = Padding(mesh.plan, self._context.rank)
+        self.view = self._make_view()  # of layers on a sequence
         self._hidden_padding = self._pad_hidden(not_causal)
         if self.by_layers:
             self._place_gates(model, wrapping)
@@ -210,12 +210,11 @@ class LayerSharding:
     def connect(
         self, model: nn.Module, stages: Mapping[int, nn.Module], program: Program, wrapping: Wrapping
     ) -> None:
-        """Let the layers of this rank's stages know which part of the sequence they see, and what they may
-        do meanwhile."""
+        """Let the layers of this rank's stages know which part of the sequence they see."""
         self.overlap(model, program)
         for stage in stages.values():
             if isinstance(stage, StageModule):  # and not the model, whose forward knows no view
-                assign(stage, self._view, wrapping)
+                assign(stage, self.view, wrapping)
         if self._hidden_padding is not None:
             num_stages = step_program(self._mesh.plan, ties=False).stages
             self._hidden_padding.connect(stages, num_stages, wrapping)
@@ -223,11 +222,6 @@ class LayerSharding:
             assert self.sharded is not None
             first = listed_layers(stages[0])[0]
             wrapping.after("sequence", first, SplitOutput(self.sharded.region.part, self._hidden_padding))
-
-    @property
-    def view(self) -> View:
-        """Return the view of layers on a sequence."""
-        return self._view
 
     def _make_view(self) -> View:
         plan = self._mesh.plan
@@ -242,7 +236,7 @@ class LayerSharding:
             return None
         assert self.sharded is not None
         by_heads = self.sharded.by_heads
-        return HiddenPadding(plan, self._view, not_causal, by_heads, routes_padding=self._routes_padding)
+        return HiddenPadding(plan, self.view, not_causal, by_heads, routes_padding=self._routes_padding)
 
     def take_part(self, batch: tuple[Any, Any]) -> LocalPart:
         """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
@@ -271,25 +265,16 @@ class LayerSharding:
         shared: Mapping[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
     ) -> AbstractContextManager[None]:
-        """Around a forward pass: its layers know how long the sequence is, without padding, and what all of
-        them may ask for."""
+        """Around a forward pass: layers know the true length of the sequence, and what all may ask for."""
         if true_length is None and not shared and self._hidden_padding is None:
             return scope()  # the view stays as it is
-        return self._in_view(true_length, shared, scope)
 
-    @contextmanager
-    def _in_view(
-        self,
-        true_length: int | None,
-        shared: Mapping[str, Any],
-        scope: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
-        self._view.true_length, self._view.shared = true_length, shared
-        try:
-            with scope():
+        @contextmanager
+        def in_view() -> Iterator[None]:
+            with self.view.seeing(true_length, shared), scope():
                 yield
-        finally:
-            self._view.true_length, self._view.shared = None, {}
+
+        return in_view()
 
     # Dropout and gates.
 
@@ -310,7 +295,7 @@ class LayerSharding:
             is_split = self.sees_part(gate)
             stream = self._mesh.group("tensor") if is_split else None
             numbers = self._stream if is_split else self._positions
-            wrapping.assign(gate, "positions", SharedPositions(numbers, self._context, stream, self._view))
+            wrapping.assign(gate, "positions", SharedPositions(numbers, self._context, stream, self.view))
 
     def _heads(self, count: int) -> Tensor:
         return torch.arange(count, device=self._mesh.device) + count * self._mesh.position.tensor
@@ -371,11 +356,6 @@ class SharedPositions(Positions):
 
 
 def _all(x: Tensor, group: Group) -> list[Tensor]:
-    """The tensors of all ranks of the group."""
     if group.size == 1:
         return [x]
-    x = x.detach().contiguous()
-    parts = torch.empty(group.size, *x.shape, dtype=x.dtype, device=x.device)
-    with group.ledger.about("routing"):
-        group.all_gather(parts, x)
-    return list(parts)
+    return list(gather_rows(x.detach(), group, "routing"))

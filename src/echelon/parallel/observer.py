@@ -24,8 +24,7 @@ Slot = tuple[int, int]  # stage, microbatch
 
 class ForwardPass(NamedTuple):
     """One stage takes one microbatch forward. `value` is what the stage is called with, `inputs` and
-    `targets` are those of the microbatch. `weight` is 0 where its samples do not count; `trains` is false in
-    an evaluation."""
+    `targets` are the microbatch's. `weight` is 0 where samples do not count; an evaluation does not train."""
 
     slot: Slot
     value: Any
@@ -76,8 +75,7 @@ class StepObserver:
         """The loss of a microbatch is known; on ranks of the last stage."""
 
     def before_backwards(self, tally: Tensor) -> None:
-        """All forward passes of the step are done here, or the first backward pass comes. `tally`: the loss
-        total and the count so far."""
+        """All forward passes are done here, or the first backward pass comes. `tally`: loss, count."""
 
     def store(self, slot: Slot) -> None:
         """The program stores what a forward pass has saved (STORE)."""
@@ -101,8 +99,7 @@ class StepObserver:
         """All passes are done. The ranks of a stage may talk to each other."""
 
     def check_first_step(self) -> None:
-        """Raise to refuse the step before its update; asked until a step was not refused. If one rank
-        raises, all do."""
+        """Raise, on all ranks if on one, to refuse the step before its update; until one was not refused."""
 
     def before_update(self) -> None:
         """Weights are about to change."""
@@ -155,7 +152,11 @@ class Observers:
     def _sort(self) -> None:
         """Find out who overrides what, so that a step asks no one else."""
         self._by_event: dict[str, list[Callable[..., Any]]] = {
-            event: [getattr(each, event) for each in self._all if _overrides(each, event)]
+            event: [
+                getattr(each, event)
+                for each in self._all
+                if getattr(type(each), event) is not getattr(StepObserver, event)
+            ]
             for event in _EVENTS
         }
 
@@ -169,10 +170,6 @@ class Observers:
         if not contexts:
             return nullcontext()
         return contexts[0] if len(contexts) == 1 else _nested(contexts)
-
-
-def _overrides(observer: StepObserver, event: str) -> bool:
-    return getattr(type(observer), event) is not getattr(StepObserver, event)
 
 
 @contextmanager

@@ -87,15 +87,13 @@ class OwnLoss:
 
 
 def _ignore_index(model: nn.Module) -> int:
-    """Return the `ignore_index` of the model, its config or a module inside of it."""
     owners = [getattr(model, "config", None), *model.modules()]
     named = [getattr(owner, "ignore_index", None) for owner in owners]
     return next((value for value in named if type(value) is int), IGNORED_TARGET)
 
 
 def find_loss(output: Any) -> Any:
-    """`output.loss`, `output["loss"]`, the output itself, or of a tuple the first one, or the only one, that
-    is one number."""
+    """`output.loss`, `output["loss"]`, the output itself, or the first or only number of a tuple."""
     if isinstance(output, Mapping) and output.get("loss") is not None:
         return output["loss"]
     if getattr(output, "loss", None) is not None:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from echelon.collectives.buffer_layout import round_up
 from echelon.errors import UserError
 from echelon.nn.batch import tensors_of
 from echelon.nn.losses import IGNORED_TARGET
@@ -83,8 +84,6 @@ def _check_positions(output: Any, num_true: int, num_positions: int) -> None:
 
 
 class Padding:
-    """The padding of batches under a plan."""
-
     def __init__(self, plan: Plan, context_rank: int) -> None:
         self._plan, self._rank = plan, context_rank
         parts = plan.context * plan.tensor if plan.sequence else 1
@@ -127,7 +126,7 @@ class Padding:
         return self._padded(length) // self._plan.context
 
     def _padded(self, length: int) -> int:
-        return next_multiple(length, self._multiple)
+        return round_up(length, self._multiple)
 
     def _check_sequences(self, inputs: Any) -> None:
         """Refuse a batch of vectors, whose features would be taken for positions."""
@@ -147,10 +146,6 @@ class Padding:
             f"plan '{self._plan}': a sequence of {length} positions is too short: a rank would have only "
             f"padding; use sequences of at least {self._multiple} positions, or a smaller context"
         )
-
-
-def next_multiple(length: int, divisor: int) -> int:
-    return -(-length // divisor) * divisor
 
 
 def has_positions(leaf: Any) -> bool:
@@ -207,7 +202,7 @@ class HiddenPadding:
         if self._routes_padding:
             check_gate_padding(self._plan, length)
         self._view.true_length = length
-        return pad_to(hidden, next_multiple(length, ranks))
+        return pad_to(hidden, round_up(length, ranks))
 
     def connect(self, stages: Mapping[int, nn.Module], num_stages: int, wrapping: Wrapping) -> None:
         """Let the true length travel between the stages of a pipeline; `stages` are those of this rank."""
@@ -229,7 +224,7 @@ class HiddenPadding:
         length = self._view.true_length
         if length is None:
             return output, targets
-        padded = next_multiple(length, self._plan.tensor)
+        padded = round_up(length, self._plan.tensor)
         return true_pair(output, targets, length, padded, ignores=ignores)
 
 

@@ -48,8 +48,6 @@ class StageModule(nn.Module):
 
 
 class Tie(NamedTuple):
-    """A parameter that several stages use."""
-
     name: str
     parameter: nn.Parameter
     stages: tuple[int, ...]
@@ -63,7 +61,6 @@ class ModelSplit(NamedTuple):
 
 
 def split_model(model: nn.Module, boundaries: Sequence[int]) -> ModelSplit:
-    """Split the layers of `model` before each of `boundaries`."""
     layers, names = stage_layers(model), Names.of(model)
     edges = [0, *boundaries, len(layers)]
     stages: list[StageModule] | list[CalledStage]

@@ -143,7 +143,7 @@ def check_split(
     in `whole_sequence` get all of it.
     """
     errors = []
-    if not sharded.splits_logits:
+    if sharded.vocabulary is None:
         errors.append(
             "the last layer would return a part of the sequence, because its projection is whole on every "
             "rank, and the loss has all targets; make that projection 'vocabulary' in the table that "

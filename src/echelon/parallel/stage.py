@@ -62,8 +62,7 @@ class Stage:
         return [unit for unit in units if unit not in inside] or [self.module]
 
     def wrapped_layers(self, plan: Plan) -> list[nn.Module]:
-        """Return what is compiled or compressed: the layers, or the module as a whole where nothing is about
-        single layers of it."""
+        """Return what is compiled or compressed: the layers, or the module where nothing is about layers."""
         is_by_layer = plan.recompute not in ("none", "selective") or "activations" in plan.offload
         own = set(self.module.modules())
         layers = self.layers() if is_by_layer else listed_layers(self.module)
@@ -73,7 +72,6 @@ class Stage:
         self._num_forwards = 0
 
     def mark_run(self) -> None:
-        """A forward pass begins."""
         self._num_forwards += 1
 
     def forward(self, value: Any) -> Any:
@@ -98,8 +96,7 @@ class Stage:
             sharing.finish_backward()
 
     def make_up_round(self, *, last: bool) -> None:
-        """Take part in a backward pass of other replicas, where they talk in every one. `last`: no other of
-        theirs follows in this step."""
+        """Take part in a backward pass of other replicas, where they talk in each. `last`: of this step."""
         for sharing in self.sharings:
             if sharing.lockstep:
                 sharing.start_backward(last=last)
@@ -115,7 +112,6 @@ class Stage:
 
     @contextmanager
     def second_run(self, layer: nn.Module) -> Iterator[None]:
-        """Around a layer's forward that runs again in the backward pass."""
         with ExitStack() as around:
             for sharing in self.sharings:
                 around.enter_context(sharing.second_run(layer))
@@ -135,7 +131,6 @@ class Stage:
         sum_within_stage(self.sharings)
 
     def publish(self) -> None:
-        """Bring new weights and buffers to all replicas."""
         for sharing in self.sharings:
             sharing.publish()
         self.share_buffers()

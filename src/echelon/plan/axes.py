@@ -25,10 +25,6 @@ def _read_stages(value: Any) -> int | tuple[int, ...] | str:
     return len(replicas) if set(replicas) == {1} else replicas
 
 
-def _show_stages(value: int | tuple[int, ...] | str) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _fix_measured_shards(plan: "Plan") -> str:
     """Name stages of so many replicas where the other rules accept replicas of single stages."""
     may_replicate = plan.flushes and plan.expert == 1 and plan.zero < (2 if plan.schedule == "naive" else 3)
@@ -91,7 +87,7 @@ class Axes:
         ),
         axis="pipeline",
         options=(AUTO,),
-        show=_show_stages,
+        show=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else str(value),
     )
     expert: int = count(
         "data ranks over which experts are spread",

@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from echelon.plan.plan import Plan
 
 
-def _read_staleness(value: Any) -> float:
-    return math.inf if value in ("inf", math.inf) else integer(value, 0)
-
-
 def _read_shard(value: Any) -> int:
     ranks = number_of(value, minimum=0)
     if ranks == 1:  # a group of one rank shards nothing
@@ -77,7 +73,7 @@ class Replicas:
     staleness: float = described(
         math.inf,
         "an integer, at least 0, or inf",
-        _read_staleness,
+        lambda value: math.inf if value in ("inf", math.inf) else integer(value, 0),
         "with `sync=async`: how many steps a worker may be ahead of the slowest; 0: rounds of all",
         Rule(
             "`staleness` without `sync=async`",

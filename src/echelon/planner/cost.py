@@ -1,7 +1,9 @@
 """Cost models: the time of a stage on r replicas per microbatch, of a transfer, and the memory of a rank.
 
-A pipeline is as slow as its slowest stage or transfer. Workers come in levels (`cluster`); at a higher level,
-`compute` is the answer of the level below. Every function takes numbers or arrays of numbers.
+A pipeline is as slow as its slowest stage or transfer. Workers come in levels, innermost first: (4, 2)
+workers and bandwidths (1e10, 1.25e9) are two machines of 4 workers, with 10 GB/s inside a machine and 1.25
+GB/s between machines. At a higher level, `compute` is the answer of the level below. Every function of a
+model takes numbers or arrays of numbers.
 
     c  compute, forward and backward      w  parameter bytes        r  replicas of the stage
     a  bytes of activations               B  bytes per second       n  ranks inside one worker of the level
@@ -12,13 +14,70 @@ A pipeline is as slow as its slowest stage or transfer. Workers come in levels (
 | pipedream | (c + 4(r−1)w / (B·r·n)) / r   | 2a / (B·r), the receiver | ceil(behind / r) · (a + w) |
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from echelon.planner.cluster import Level
+from echelon.quantities import read_rate
+
+
+class Level(NamedTuple):
+    """One level: workers that communicate at `bandwidth` bytes per second, each made of `inside` ranks."""
+
+    workers: int
+    bandwidth: float
+    inside: int
+    ranks: int  # of the whole cluster
+
+
+def make_levels(workers: tuple[int, ...], bandwidths: tuple[float, ...]) -> tuple[Level, ...]:
+    """Levels from numbers of workers and bandwidths, innermost first."""
+    levels: list[Level] = []
+    inside, ranks = 1, math.prod(workers)
+    for count, bandwidth in zip(workers, bandwidths, strict=True):
+        levels.append(Level(count, bandwidth, inside, ranks))
+        inside *= count
+    return tuple(levels)
+
+
+def read_workers(text: str) -> tuple[int, ...]:
+    """One number per level: read_workers('4x2') == (4, 2). Other text is a ValueError."""
+    parts = text.lower().split("x")
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 6 and int(part) >= 1 for part in parts):
+        raise ValueError(f"'{text}' must be integers from 1 to 999999, innermost first, like 8 or 4x2")
+    return tuple(map(int, parts))
+
+
+def read_bandwidths(text: str) -> tuple[float, ...]:
+    """One rate per level: read_bandwidths('10GB/s,1.25e9') == (1e10, 1.25e9). Other text is a ValueError."""
+    return tuple(read_rate(part) for part in text.split(","))
+
+
+def cluster_errors(
+    workers: tuple[int, ...], bandwidths: tuple[float, ...], memory: float | None
+) -> list[str]:
+    errors = [
+        f"workers {count}: must be an integer, at least 1"
+        for count in workers
+        if not isinstance(count, int) or count < 1
+    ]
+    errors += [
+        f"bandwidth {rate}: must be bytes per second, more than 0"
+        for rate in bandwidths
+        if not 0 < rate < math.inf
+    ]
+    if len(workers) != len(bandwidths) or not workers:
+        errors.append(
+            f"{len(workers)} levels of workers and {len(bandwidths)} bandwidths: give one bandwidth per "
+            "level, innermost first"
+        )
+    if memory is not None and not memory > 0:
+        errors.append(f"memory {memory}: must be bytes, more than 0")
+    return errors
+
 
 Many = Any  # a number, or an array of numbers
 

@@ -148,14 +148,12 @@ class CostTable:
         self._begins, self._ends = np.nonzero(finite)
         self._costs = np.empty((len(self._begins), team.most_replicas))
         for replicas in range(1, team.most_replicas + 1):
-            self._costs[:, replicas - 1] = self._column(costs, replicas)
-
-    def _column(self, costs: Costs, replicas: int) -> Floats:
-        behind, outside = costs.stage, self._team.outside
-        stage = behind(StagePosition(replicas, 1, outside))[self._begins, self._ends]
-        final = behind(StagePosition(replicas, 0, outside))[self._begins, self._ends]
-        enter = np.where(self._begins > 0, costs.enter(replicas)[self._begins], 0.0)
-        return np.maximum(np.where(self._ends == self._states - 1, final, stage), enter)
+            between, final = (
+                costs.stage(StagePosition(replicas, behind, team.outside))[self._begins, self._ends]
+                for behind in (1, 0)
+            )
+            enter = np.where(self._begins > 0, costs.enter(replicas)[self._begins], 0.0)
+            self._costs[:, replicas - 1] = np.maximum(np.where(self._ends == last, final, between), enter)
 
     def least_bottleneck(self, progress: Progress = lambda _: None) -> float:
         """The least limit that all workers can keep: one of the costs; infinite if there is none."""
@@ -207,9 +205,6 @@ class CostTable:
         for run in self._runs(limit):
             behind = _window_min(scores[run.end], run.least, run.most)
             np.minimum(scores[run.begin], behind + (1.0 + tie[run.begin]), out=scores[run.begin])
-        return self._walk(limit, scores, tie)
-
-    def _walk(self, limit: float, scores: Floats, tie: Floats) -> list[tuple[int, int, StagePosition]]:
         stages: list[tuple[int, int, StagePosition]] = []
         state, left = 0, self._team.workers
         while left:

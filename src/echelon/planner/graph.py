@@ -47,11 +47,6 @@ class Node:
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
-    @property
-    def is_free(self) -> bool:
-        """True if the layer costs nothing on any stage."""
-        return not any((self.seconds, self.output_bytes, self.parameter_bytes, self.stash_bytes))
-
 
 # The fields of a node that are numbers.
 AMOUNTS = tuple(field.name for field in fields(Node) if field.type is float)
@@ -78,10 +73,6 @@ class Profile:
     def parameter_bytes(self) -> float:
         return math.fsum(node.parameter_bytes for node in self.nodes)
 
-    @property
-    def is_chain(self) -> bool:
-        return set(self.edges) == set(pairwise(range(len(self.nodes))))
-
 
 def chain(
     nodes: Iterable[Node], tied: Sequence[tuple[str, str]] = (), subject: str = "the profile"
@@ -98,7 +89,15 @@ def make_profile(
     subject: str = "the profile",
 ) -> Profile:
     """A profile from nodes in any order and edges by name. Reports every error at once."""
-    errors = [*_errors_of_nodes(nodes), *_errors_of_edges(nodes, edges, tied)]
+    names = {node.name for node in nodes}
+    errors = _errors_of_nodes(nodes) + [
+        f"{kind} {giver} -> {taker}: there is no layer {name}; list it, or drop the {kind}"
+        for kind, pairs in (("edge", edges), ("tie", tied))
+        for giver, taker in pairs
+        for name in (giver, taker)
+        if name not in names
+    ]
+    errors += [f"edge {a} -> {b}: a layer cannot take its own output" for a, b in edges if a == b]
     raise_errors(subject, errors)
     order = _runnable_order([node.name for node in nodes], edges)
     stuck = [node.name for node in nodes if node.name not in order]
@@ -124,20 +123,6 @@ def _errors_of_nodes(nodes: Sequence[Node]) -> list[str]:
     elif not any(node.seconds for node in nodes):
         errors.append("no layer takes any time: measure forward_seconds and backward_seconds")
     return errors
-
-
-def _errors_of_edges(
-    nodes: Sequence[Node], edges: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]]
-) -> list[str]:
-    names = {node.name for node in nodes}
-    errors = [
-        f"{kind} {giver} -> {taker}: there is no layer {name}; list it, or drop the {kind}"
-        for kind, pairs in (("edge", edges), ("tie", tied))
-        for giver, taker in pairs
-        for name in (giver, taker)
-        if name not in names
-    ]
-    return errors + [f"edge {a} -> {b}: a layer cannot take its own output" for a, b in edges if a == b]
 
 
 def _runnable_order(names: list[str], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -198,7 +183,10 @@ def find_states(profile: Profile, limit: int) -> States:
     outside = member @ (1 - member).T  # [i, k]: layers of i that k lacks
     nested = (outside == 0) & ~np.eye(len(masks), dtype=np.bool_)
     seconds, parameters, outputs, stash = (member @ amounts).T
-    crossing = _crossing(profile, member)
+    leaves = np.zeros(member.shape, dtype=np.bool_)  # [state, layer]: a layer outside takes its output
+    for giver, taker in profile.edges:
+        leaves[:, giver] |= (member[:, giver] > 0) & (member[:, taker] == 0)
+    crossing = np.asarray(leaves @ amounts[:, 2], dtype=np.float64)
     return States(tuple(masks), seconds, parameters, outputs, stash, crossing, nested, exact)
 
 
@@ -220,7 +208,7 @@ def _costly_layers(profile: Profile) -> list[int]:
     free: set[int] = set()
     for place, node in enumerate(profile.nodes):
         givers = {giver for giver, taker in profile.edges if taker == place}
-        if node.is_free and givers <= free:
+        if givers <= free and not any(getattr(node, amount) for amount in AMOUNTS):
             free.add(place)
     return [place for place in range(len(profile.nodes)) if place not in free]
 
@@ -244,12 +232,3 @@ def _ideals(layers: list[int], needs: list[int], limit: int) -> list[int] | None
         if len(ideals) > limit:
             return None
     return ideals
-
-
-def _crossing(profile: Profile, member: Floats) -> Floats:
-    """Per state, the bytes of the outputs that a layer outside takes."""
-    leaves = np.zeros(member.shape, dtype=np.bool_)
-    for giver, taker in profile.edges:
-        leaves[:, giver] |= (member[:, giver] > 0) & (member[:, taker] == 0)
-    sizes = np.array([node.output_bytes for node in profile.nodes])
-    return np.asarray(leaves @ sizes, dtype=np.float64)

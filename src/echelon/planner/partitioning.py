@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from echelon.errors import UserError, raise_errors
-from echelon.planner.cluster import Level, cluster_errors, make_levels
-from echelon.planner.cost import Bytes, CostModel, Echelon, StagePosition
+from echelon.planner.cost import Bytes, CostModel, Echelon, Level, StagePosition, cluster_errors, make_levels
 from echelon.planner.graph import Node, Profile, find_states, stage_of_layers
 from echelon.planner.solver import MemorySolver, Piece, Problem, TimeSolver
 
@@ -128,10 +127,13 @@ def partition(
     if math.isinf(best):
         _refuse(problem)
     stages = assess(problem, profile, solver.split(best, lambda done: progress((1 + done) / 2)))
+    replicated = profile.seconds  # with the whole model on every worker, whether that fits or not
+    for level in levels:
+        replicated = float(model.stage(replicated, profile.parameter_bytes, level.workers, level))
     return Partition(
         stages,
         pipeline_seconds=max(stage.seconds for stage in stages),
-        data_parallel_seconds=_data_parallel(profile, levels, model),
+        data_parallel_seconds=replicated,
         single_device_seconds=profile.seconds,
         cost_model=model.name,
         exact=states.exact,
@@ -171,14 +173,6 @@ def _refuse(problem: Problem) -> None:
     )
 
 
-def _data_parallel(profile: Profile, levels: tuple[Level, ...], model: CostModel) -> float:
-    """Seconds with the whole model replicated on every worker, whether that fits or not."""
-    seconds = profile.seconds
-    for level in levels:
-        seconds = float(model.stage(seconds, profile.parameter_bytes, level.workers, level))
-    return seconds
-
-
 # The time and memory of each stage of a split; the levels of a cluster become one list of stages.
 
 
@@ -203,8 +197,7 @@ class _Assessor:
     def unit(
         self, depth: int, pieces: tuple[Piece, ...], firsts: tuple[int, ...], outside: float
     ) -> list[_Draft]:
-        """The stages of one unit of level `depth`, with the times of the unit. `firsts` are the first ranks
-        of its copies."""
+        """The stages of one unit of level `depth`, with its times. `firsts`: first ranks of its copies."""
         level = self._problem.levels[depth]
         drafts: list[_Draft] = []
         taken = 0
@@ -233,7 +226,12 @@ class _Assessor:
     def _replicated(self, stage: Stage, piece: Piece, position: StagePosition, level: Level) -> Stage:
         """`stage` on several workers of a level, which exchange their gradients."""
         model, replicas = self._problem.model, position.replicas
-        size = self._bytes(piece)
+        size = Bytes(
+            self._sum(piece, lambda node: node.parameter_bytes),
+            self._sum(piece, lambda node: node.output_bytes),
+            self._sum(piece, lambda node: node.stash_bytes),
+            float(self._problem.states.crossing[piece.begin]),
+        )
         exchange = model.exchange(size.parameters, replicas, level)
         return replace(
             stage,
@@ -250,14 +248,6 @@ class _Assessor:
         seconds = float(self._problem.model.transfer(size, position.replicas, level))
         longest = max(stage.activation_seconds, seconds)
         return replace(stage, seconds=max(stage.seconds, seconds), activation_seconds=longest)
-
-    def _bytes(self, piece: Piece) -> Bytes:
-        return Bytes(
-            self._sum(piece, lambda node: node.parameter_bytes),
-            self._sum(piece, lambda node: node.output_bytes),
-            self._sum(piece, lambda node: node.stash_bytes),
-            float(self._problem.states.crossing[piece.begin]),
-        )
 
     def _sum(self, piece: Piece, amount: Callable[[Node], float]) -> float:
         masks = self._problem.states.masks

@@ -11,14 +11,14 @@ Without "edges" the nodes are a chain; without "stash_bytes" a layer stashes its
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
-from echelon.program.load import read_text_file
+from echelon.program.build import read_user_text
 from echelon.state.bounded_json import parse_json
 
 FORMAT, VERSION = "echelon-profile", 1
@@ -28,13 +28,8 @@ _OPTIONAL = ("about", "stash_bytes")
 
 def read_profile(path: str | Path) -> Profile:
     """The profile in a file. JSON begins with a brace; everything else is read as PipeDream's graph.txt."""
-    try:
-        text = read_text_file(Path(path))
-    except UnicodeDecodeError:
-        raise UserError(f"profile {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"profile {path} cannot be read: {error.strerror or error}") from None
     subject = f"profile {path}"
+    text = read_user_text(path, subject)
     if not text.lstrip().startswith("{"):
         return parse_graph_text(text, subject)
     try:
@@ -109,18 +104,17 @@ def _node(index: int, value: Any, errors: list[str]) -> Node:
         ]
         missing = [key for key in keys if key not in value and key not in _OPTIONAL]
         errors += wrong + [f"node {index}: {key} is missing" for key in missing]
-    amounts = {key: _amount(index, key, value[key], errors) for key in AMOUNTS if key in value}
+    amounts = {}
+    for key in (key for key in AMOUNTS if key in value):
+        amount = value[key]
+        if not isinstance(amount, int | float) or isinstance(amount, bool):
+            errors.append(f"node {index}: {key}={json.dumps(amount)} must be a number, at least 0")
+            amount = 0.0
+        # An integer may be too large for a float.
+        amounts[key] = float(amount) if isinstance(amount, float) or abs(amount) < 10**300 else math.inf
     stash = amounts.pop("stash_bytes", amounts.get("output_bytes", 0.0))
     filled = dict.fromkeys(AMOUNTS, 0.0) | amounts | {"stash_bytes": stash}
     return Node(name=str(value.get("name", index)), about=str(value.get("about", "")), **filled)
-
-
-def _amount(index: int, key: str, value: Any, errors: list[str]) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        # An integer may be too large for a float.
-        return float(value) if isinstance(value, float) or abs(value) < 10**300 else math.inf
-    errors.append(f"node {index}: {key}={json.dumps(value)} must be a number, at least 0")
-    return 0.0
 
 
 _GRAPH_KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -161,7 +155,14 @@ def parse_graph_text(text: str, subject: str = "the profile") -> Profile:
             if name not in named
         ]
     raise_errors(subject, errors)
-    return _without_ends(list(nodes.values()), [(giver, taker) for _, giver, taker in edges], subject)
+    pairs = [(giver, taker) for _, giver, taker in edges]
+    takers = {taker for _, taker in pairs}
+    inputs = {n.name for n in nodes.values() if n.about.startswith("Input") and n.name not in takers}
+    pairs = [(giver, taker) for giver, taker in pairs if giver not in inputs]
+    givers = {giver for giver, _ in pairs}
+    unused = {n.name for n in nodes.values() if n.about.startswith("__getitem__") and n.name not in givers}
+    kept = [node for node in nodes.values() if node.name not in inputs | unused]
+    return make_profile(kept, [pair for pair in pairs if pair[1] not in unused], subject=subject)
 
 
 def _edge(line: str) -> tuple[str, str]:
@@ -191,25 +192,7 @@ def _parse_node(line: str) -> Node:
 def _sum(text: str) -> float:
     """'[1.5; 2]' → 3.5; NaN for what is no number."""
     try:
-        return sum(map(_number, text.removeprefix("[").removesuffix("]").split(";")))
+        numbers = text.removeprefix("[").removesuffix("]").split(";")
+        return sum(map(float, numbers)) if text.isascii() else math.nan
     except ValueError:
         return math.nan
-
-
-def _number(text: str) -> float:
-    return float(text) if text.isascii() else math.nan
-
-
-def _without_ends(nodes: list[Node], edges: list[tuple[str, str]], subject: str) -> Profile:
-    takers = {taker for _, taker in edges}
-    inputs = {n.name for n in nodes if n.about.startswith("Input") and n.name not in takers}
-    edges = _without(inputs, edges)
-    givers = {giver for giver, _ in edges}
-    unused = {n.name for n in nodes if n.about.startswith("__getitem__") and n.name not in givers}
-    kept = [node for node in nodes if node.name not in inputs | unused]
-    return make_profile(kept, _without(unused, edges), subject=subject)
-
-
-def _without(names: Iterable[str], edges: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    gone = set(names)
-    return [edge for edge in edges if not gone & set(edge)]

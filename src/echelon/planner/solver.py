@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echelon.planner.cluster import Level
-from echelon.planner.cost import Bytes, CostModel, StagePosition
+from echelon.planner.cost import Bytes, CostModel, Level, StagePosition
 from echelon.planner.dynamic import (
     MOST_NUMBERS,
     Costs,
@@ -96,17 +95,14 @@ class TimeSolver(_Solver):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._stages: dict[tuple[int, int, bool, float], Floats] = {}
-        self._table = self._outermost_table()
-
-    def _outermost_table(self) -> CostTable | None:
-        """The costs of the outermost level, for many workers without a limit of memory, if they fit."""
-        problem, depth = self.problem, len(self.problem.levels) - 1
+        # The costs of the outermost level, for many workers without a limit of memory, if they fit.
+        self._table: CostTable | None = None
+        depth = len(problem.levels) - 1
         team = self.team(depth, 0.0)
         numbers = len(problem.states.masks) ** 2 // 2 * team.workers
-        if problem.memory is not None or team.most_replicas < MANY_WORKERS or numbers > MOST_NUMBERS:
-            return None
-        seconds = Costs(lambda position: self._seconds(depth, position), self.costs(depth).enter)
-        return CostTable(seconds, team)  # without the cache of stages, which would be as large again
+        if problem.memory is None and team.most_replicas >= MANY_WORKERS and numbers <= MOST_NUMBERS:
+            seconds = Costs(lambda position: self._seconds(depth, position), self.costs(depth).enter)
+            self._table = CostTable(seconds, team)  # not by `_stage`, whose cache would be as large again
 
     def best(self, progress: Progress = lambda _: None) -> float:
         return super().best(progress) if self._table is None else self._table.least_bottleneck(progress)
@@ -147,30 +143,22 @@ class TimeSolver(_Solver):
     def split(self, limit: float, progress: Progress = lambda _: None) -> tuple[Piece, ...]:
         """A split that takes no longer than `limit`, with the fewest stages."""
         depth, last = len(self.problem.levels) - 1, len(self.problem.states.masks) - 1
-        if self._table is None:
-            return self._split(depth, 0, last, 0.0, limit, progress)
-        return self._pieces(depth, self._table.fewest(limit, self.problem.states.crossing))
-
-    def _split(
-        self,
-        depth: int,
-        begin: int,
-        end: int,
-        outside: float,
-        limit: float,
-        progress: Progress = lambda _: None,
-    ) -> tuple[Piece, ...]:
-        costs, team, crossing = self.costs(depth), self.team(depth, outside), self.problem.states.crossing
-        return self._pieces(depth, fewest_stages(costs, team, begin, end, limit, crossing, progress))
-
-    def _pieces(self, depth: int, stages: list[tuple[int, int, StagePosition]]) -> tuple[Piece, ...]:
+        crossing = self.problem.states.crossing
+        if self._table is not None:
+            stages = self._table.fewest(limit, crossing)
+        else:
+            stages = fewest_stages(
+                self.costs(depth), self.team(depth, 0.0), 0, last, limit, crossing, progress
+            )
         return tuple(Piece(*stage, self._inner(depth, *stage)) for stage in stages)
 
     def _inner(self, depth: int, begin: int, end: int, position: StagePosition) -> tuple[Piece, ...]:
         if depth == 0:
             return ()
         limit = float(self.below(depth, position)[begin, end])
-        return self._split(depth - 1, begin, end, self.inside(depth, position), limit)
+        costs, team = self.costs(depth - 1), self.team(depth - 1, self.inside(depth, position))
+        stages = fewest_stages(costs, team, begin, end, limit, self.problem.states.crossing)
+        return tuple(Piece(*stage, self._inner(depth - 1, *stage)) for stage in stages)
 
 
 class MemorySolver(_Solver):

@@ -1,6 +1,6 @@
 """A step as a program: instructions, schedules, lowering, check, simulation. Pure: no torch, no device."""
 
-from echelon.program.build import build
+from echelon.program.build import build, complete, load_schedule
 from echelon.program.check import check
 from echelon.program.instruction import (
     AFTER_FORWARDS,
@@ -13,7 +13,6 @@ from echelon.program.instruction import (
     Op,
     Program,
 )
-from echelon.program.load import complete, load_schedule
 from echelon.program.lower import (
     add_copies,
     add_gathers,
@@ -22,11 +21,9 @@ from echelon.program.lower import (
     split_update,
     without_update,
 )
-from echelon.program.pipedream import asynchronous
-from echelon.program.schedules import flushed, forward_only
-from echelon.program.simulate import Costs, simulate
+from echelon.program.schedules import asynchronous, flushed, forward_only
+from echelon.program.simulate import Costs, Span, Timeline, simulate
 from echelon.program.text import parse, show
-from echelon.program.timeline import Span, Timeline
 
 __all__ = [
     "AFTER_FORWARDS",

@@ -1,15 +1,78 @@
 """From a plan to the program of its step: of its schedule by name, or from a file that must fit the plan."""
 
+import errno
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from echelon.errors import UserError, raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.program.check import check
-from echelon.program.instruction import COPIES, Op, Program
-from echelon.program.load import load_schedule
-from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update
-from echelon.program.pipedream import asynchronous
-from echelon.program.schedules import flushed
+from echelon.program.check import check, excerpt
+from echelon.program.grid import draw_words
+from echelon.program.instruction import COPIES, RANK_LEVEL, RECEIVES, SENDS, Op, Program
+from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update, fill_update
+from echelon.program.schedules import asynchronous, flushed
+from echelon.program.text import Parsed, parse
+from echelon.quantities import counted
+
+MOST_CHARACTERS = 2**25
+
+
+def read_text_file(path: Path) -> str:
+    """All of it, as UTF-8. One without an end is an OSError, as others that cannot be read."""
+    with path.open(encoding="utf-8") as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_CHARACTERS} characters")
+    return text
+
+
+def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
+    """The whole program of a schedule file, checked. Every error names its line.
+
+    What the file leaves out is added (`complete`). `ties`: several stages hold the same weights.
+    """
+    parsed = parse(read_user_text(path, f"schedule '{path}'"), name=str(path))
+    if parsed.program is None:
+        raise UserError(_title(parsed, path), list(parsed.errors))
+    program = complete(parsed.program, ties=ties)
+    check(program, lines=parsed.lines)
+    return program
+
+
+def _title(parsed: Parsed, path: str | Path) -> str:
+    """The title of the errors of a text, with a grid of its words if some cannot be read."""
+    count = counted(len(parsed.errors), "error")
+    marked = [rank for rank, words in parsed.words.items() if any(invalid for _, invalid in words)]
+    if not marked:
+        return f"{count} in schedule '{path}':"
+    grid = excerpt(draw_words(sorted(parsed.words.items())), marked)
+    return f"{count} in schedule '{path}', marked [ ] in the grid:\n\n{grid}\n"
+
+
+def complete(program: Program, *, ties: bool = False) -> Program:
+    """Add what a program leaves out.
+
+    A program without any instruction of an update gets all of them. One with some of them gets NORM, TIE
+    (where `ties`) and PUBLISH, each if it has none of that kind. A program without any send or receive gets
+    all of them.
+    """
+    ops = {instruction.op for instructions in program.ranks for instruction in instructions}
+    if ops.isdisjoint(RANK_LEVEL | {Op.REDUCE}):
+        program = add_update(program, ties=ties)
+    else:
+        wanted = {Op.NORM, Op.PUBLISH, *((Op.TIE,) if ties else ())}
+        program = fill_update(program, wanted - ops)
+    return add_transfers(program) if ops.isdisjoint(SENDS | RECEIVES) else program
+
+
+def read_user_text(path: str | Path, subject: str) -> str:
+    """All of a text file, or a UserError that names the subject."""
+    try:
+        return read_text_file(Path(path))
+    except UnicodeDecodeError:
+        raise UserError(f"{subject} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"{subject} cannot be read: {error.strerror or error}") from None
 
 
 def build(
@@ -51,7 +114,7 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
         program = load_schedule(plan.schedule, ties=ties)
         raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
         own = {instruction.op for rank in program.ranks for instruction in rank}
-        program = add_copies(program) if copies and own.isdisjoint(COPIES) else program
+        program = add_copies(program) if copies else program
         program = add_gathers(program) if gather and Op.GATHER not in own else program
     else:
         number = plan.microbatches if microbatches is None else microbatches

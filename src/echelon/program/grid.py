@@ -13,12 +13,11 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
 from string import ascii_lowercase
 from typing import NamedTuple
 
 from echelon.program.instruction import RANK_LEVEL, Instruction, Op
-from echelon.program.timeline import Seconds, Span
+from echelon.program.simulate import Seconds, Span
 
 _MOST_TICKS = 2000
 _LONGEST_WORD = 16  # characters of a word that cannot be read
@@ -27,11 +26,6 @@ _SHORT = {Op.REDUCE: "R", Op.TIE: "T", Op.NORM: "N", Op.UPDATE: "U", Op.PUBLISH:
 
 # Copies run beside the computation; each direction has a row.
 LANES = {Op.STORE: "  out", Op.FETCH: "  in"}
-
-
-def lane_of(span: Span) -> Op | None:
-    """The row of a span below that of its rank's computation, if it has one."""
-    return span.op if span.op in LANES else None
 
 
 class Tick(NamedTuple):
@@ -85,14 +79,12 @@ def draw(
         wide = text.ljust(column) if end - start == 1 else text.ljust((end - start) * column - 1, "─") + " "
         for index in range(start, end):
             part = wide[(index - start) * column :][:column]
-            rows[span.rank, lane_of(span)][index] = Tick(part, span.op, span in marks)
+            row = rows[span.rank, span.op if span.op in LANES else None]
+            row[index] = Tick(part, span.op, span in marks)
     head = len(f"rank {ranks - 1}  ")
-    lines = [(_row_name(rank, lane).ljust(head), row) for (rank, lane), row in rows.items()]
+    names_of_rows = [f"rank {rank}" if lane is None else LANES[lane] for rank, lane in rows]
+    lines = [(name.ljust(head), row) for name, row in zip(names_of_rows, rows.values(), strict=True)]
     return Grid((("time".ljust(head), _times(size, column, unit)), *lines))
-
-
-def _row_name(rank: int, lane: Op | None) -> str:
-    return f"rank {rank}" if lane is None else LANES[lane]
 
 
 def draw_words(rows: Sequence[tuple[int, Sequence[tuple[str, bool]]]]) -> Grid:
@@ -149,13 +141,9 @@ def _unit(spans: Sequence[Span]) -> Seconds:
     exact = [Fraction(time) for time in times if not isinstance(time, float)]
     if len(exact) < len(times):
         return max(min(span.seconds for span in spans), end / 200)
-    return max(reduce(_common_divisor, exact, Fraction(0)) or Fraction(1), Fraction(end) / _MOST_TICKS)
-
-
-def _common_divisor(one: Fraction, other: Fraction) -> Fraction:
-    """The greatest fraction of which both are multiples."""
-    denominator = math.lcm(one.denominator, other.denominator)
-    return Fraction(math.gcd(int(one * denominator), int(other * denominator)), denominator)
+    denominator = math.lcm(*(time.denominator for time in exact))
+    common = Fraction(math.gcd(*(int(time * denominator) for time in exact)), denominator)
+    return max(common or Fraction(1), Fraction(end) / _MOST_TICKS)
 
 
 def _times(size: int, column: int, unit: Seconds) -> list[Tick]:

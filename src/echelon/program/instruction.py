@@ -21,6 +21,7 @@ version: `F3v1`, `B3@5v1`. Ranks are those of one pipeline, numbered within it.
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import dropwhile
 from math import lcm
 from typing import NamedTuple
 
@@ -105,9 +106,13 @@ class Program:
 
     @cached_property
     def forwards_first(self) -> bool:
-        """True if every rank runs all its forwards, and passes their outputs on, before its first
-        backward."""
-        return not any(_turns_back(rank) for rank in self.ranks)
+        """True if every rank runs and passes on all its forwards before its first backward."""
+        forwards = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
+        for work in self.ranks:
+            behind = dropwhile(lambda instruction: instruction.op not in AFTER_FORWARDS, work)
+            if any(instruction.op in forwards for instruction in behind):
+                return False
+        return True
 
     def holder(self, stage: int, microbatch: int) -> int:
         """The rank that works on `microbatch` at `stage`."""
@@ -140,10 +145,3 @@ class Program:
             for rank in dict.fromkeys(ranks):
                 held[rank] = (*held.get(rank, ()), stage)
         return held
-
-
-def _turns_back(instructions: tuple[Instruction, ...]) -> bool:
-    """Return whether a forward comes after a backward."""
-    first = next((n for n, each in enumerate(instructions) if each.op in AFTER_FORWARDS), len(instructions))
-    forwards = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
-    return any(each.op in forwards for each in instructions[first:])

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from echelon.program.instruction import COMPUTE, RECEIVES, Instruction, Op, Program
+from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, Instruction, Op, Program
 from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, counterpart, input_need
 
 Transfer = Instruction | None  # that belongs to a computation
@@ -171,7 +171,9 @@ def add_gathers(program: Program) -> Program:
 
 def add_copies(program: Program) -> Program:
     """Add S and T of every microbatch: what its forward saves is in host memory until its backward, and
-    between the two parts of one."""
+    between the two parts of one. A program that has some stays as it is."""
+    if any(instruction.op in COPIES for work in program.ranks for instruction in work):
+        return program
 
     def fetch(instruction: Instruction) -> list[Instruction]:
         is_needed = instruction.op in BACKWARDS

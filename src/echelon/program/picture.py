@@ -1,18 +1,193 @@
 """A timeline as a picture: one row per rank, time to the right, the bubble hatched.
 
-Planned and measured timelines are drawn by the same code, from spans. This module decides what stands where;
-canvas.py turns boxes and words into SVG or PNG. The style is that of echelon.train.charts.
+Planned and measured timelines are drawn by the same code, from spans, as boxes, words and lines in pixels;
+and these as SVG or as PNG.
 """
 
+import io
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import UserError
-from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words, moved
 from echelon.program.grid import LANES, labels, stages_of_ranks
 from echelon.program.instruction import COMPUTE, Op
-from echelon.program.timeline import Span
+from echelon.program.simulate import Span
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
+
+INK, QUIET_INK = "#1c2433", "#5b6472"
+_BACKGROUND, _BORDER = "#ffffff", "#d4d9e1"
+_HATCH, _HATCH_LINE, _HATCH_STEP = "#f6f7f9", "#c3c9d4", 7
+_FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+_SHARPNESS = 2  # pixels of a PNG for each pixel of the picture
+
+
+class Box(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    edge: str
+
+
+class Hatch(NamedTuple):
+    """A box of diagonal lines: a rank is idle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class Rule(NamedTuple):
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    colour: str
+
+
+class Words(NamedTuple):
+    x: float
+    y: float
+    text: str
+    size: int
+    colour: str = INK
+    anchor: str = "start"
+    bold: bool = False
+
+
+Shape = Box | Hatch | Rule | Words
+
+
+def moved(shape: Shape, down: float) -> Shape:
+    """The same shape, further down."""
+    if isinstance(shape, Rule):
+        return shape._replace(y1=shape.y1 + down, y2=shape.y2 + down)
+    return shape._replace(y=shape.y + down)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Shapes on a white page with a border, readable on white and on dark pages."""
+
+    width: int
+    height: int
+    title: str
+    shapes: Sequence[Shape]
+
+    def svg(self) -> str:
+        """One self-contained SVG element."""
+        hatch = (
+            f'<pattern id="bubble" width="{_HATCH_STEP}" height="{_HATCH_STEP}" '
+            'patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+            f'<rect width="{_HATCH_STEP}" height="{_HATCH_STEP}" fill="{_HATCH}"/>'
+            f'<path d="M0 0V{_HATCH_STEP}" stroke="{_HATCH_LINE}" stroke-width="1.5"/></pattern>'
+        )
+        elements = map(svg, self.shapes)
+        return page(self.width, self.height, self.title, elements, f"<defs>{hatch}</defs>\n")
+
+    def png(self) -> bytes:
+        """The same as an image, twice as fine. Needs Pillow."""
+        try:
+            from PIL import Image, ImageDraw
+        except ImportError:
+            raise UserError("a PNG needs Pillow: pip install pillow, or write an .svg") from None
+        image = Image.new("RGB", (self.width * _SHARPNESS, self.height * _SHARPNESS), _BACKGROUND)
+        pen = ImageDraw.Draw(image)
+        pen.rectangle((0, 0, image.width - 1, image.height - 1), outline=_BORDER, width=_SHARPNESS)
+        for shape in self.shapes:
+            _paint(pen, shape)
+        file = io.BytesIO()
+        image.save(file, "PNG", optimize=True)
+        return file.getvalue()
+
+
+def page(width: int, height: int, title: str, elements: Iterable[str], definitions: str = "") -> str:
+    """One self-contained SVG element: these on a page with a border."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" font-family="{_FONT}">',
+            f"<title>{_clean(title)}</title>",
+            f'{definitions}<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
+            f'fill="{_BACKGROUND}" stroke="{_BORDER}"/>',
+            *elements,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def nice_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, … (and 0.5, 0.2, …) that is not below `least`: between ticks."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+
+
+def svg(shape: Shape) -> str:
+    match shape:
+        case Box(x, y, width, height, fill, edge):
+            style = f'rx="2" fill="{fill}" stroke="{edge}" stroke-width="0.8"'
+            return f"<rect {_area(x, y, width, height)} {style}/>"
+        case Hatch(x, y, width, height):
+            return f'<rect {_area(x, y, width, height)} fill="url(#bubble)"/>'
+        case Rule(x1, y1, x2, y2, colour):
+            return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{colour}"/>'
+        case Words(x, y, text, size, colour, anchor, bold):
+            weight = ' font-weight="600"' if bold else ""
+            position = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+            return f'<text {position} fill="{colour}"{weight}>{_clean(text)}</text>'
+
+
+def _area(x: float, y: float, width: float, height: float) -> str:
+    return f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+
+
+def _clean(text: str) -> str:
+    # XML cannot hold control characters, not even escaped.
+    return escape("".join(character if character.isprintable() else " " for character in text))
+
+
+def _paint(pen: "ImageDraw", shape: Shape) -> None:
+    from PIL import ImageFont
+
+    match shape:
+        case Box(x, y, width, height, fill, edge):
+            pen.rounded_rectangle(_corners(x, y, width, height), 3, fill, edge)
+        case Hatch(x, y, width, height):
+            _paint_hatch(pen, _corners(x, y, width, height))
+        case Rule(x1, y1, x2, y2, colour):
+            pen.line([_SHARPNESS * value for value in (x1, y1, x2, y2)], colour, _SHARPNESS)
+        case Words(x, y, text, size, colour, anchor, bold):
+            font = ImageFont.load_default(size * _SHARPNESS)
+            position = (x * _SHARPNESS, y * _SHARPNESS)
+            pen.text(position, text, colour, font, _ANCHORS[anchor], stroke_width=0.6 if bold else 0)
+
+
+def _corners(x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
+    right, bottom = max(x, x + width - 0.5), max(y, y + height - 0.5)
+    return x * _SHARPNESS, y * _SHARPNESS, right * _SHARPNESS, bottom * _SHARPNESS
+
+
+def _paint_hatch(pen: "ImageDraw", corners: tuple[float, float, float, float]) -> None:
+    """Lines that fall to the left, cut at the edges of the box: Pillow does not clip."""
+    left, top, right, bottom = corners
+    pen.rectangle(corners, fill=_HATCH)
+    height, step = bottom - top, _HATCH_STEP * _SHARPNESS * 1.414
+    for number in range(1, int((right - left + height) / step) + 1):
+        start = left + number * step  # where the line meets the upper edge
+        over, under = max(0.0, start - right), min(height, start - left)
+        if over < under:
+            pen.line((start - over, top + over, start - under, top + under), _HATCH_LINE, _SHARPNESS)
+
 
 # Light fills with dark edges, from the colours of Okabe and Ito: they differ for colour-blind readers too.
 _KINDS = {
@@ -101,7 +276,10 @@ def _panel(
     yield Words(24, 54, panel.about, 12, QUIET_INK)
     yield from _legend(spans)
     yield from _axis(scale, length, ranks, width, axis)
-    yield from _bubble(scale, length, ranks)
+    for rank in range(ranks):  # the bubble: a row is hatched from start to end, and work is drawn over it
+        y = scale.y(rank)
+        yield Hatch(_LEFT, y, length * scale.pixels, scale.row - 4)
+        yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
     yield from _work(scale, spans, labels(spans))
 
 
@@ -130,26 +308,12 @@ def _legend(spans: Sequence[Span]) -> Iterator[Shape]:
 def _axis(scale: _Scale, length: float, ranks: int, width: int, axis: str) -> Iterator[Shape]:
     foot = scale.y(ranks) + 4
     yield Rule(_LEFT, foot, width - _RIGHT, foot, QUIET_INK)
-    step = _nice_step(60 / scale.pixels)
+    step = nice_step(60 / scale.pixels)
     for number in range(math.floor(length / step + 1e-6) + 1):
         x = scale.x(scale.start + number * step)
         yield Rule(x, foot, x, foot + 5, QUIET_INK)
         yield Words(x, foot + 18, f"{number * step:g}", 11, QUIET_INK, "middle")
     yield Words(width - _RIGHT, foot + 36, axis, 11, QUIET_INK, "end")
-
-
-def _nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20 … (and 0.5, 0.2 …) that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
-
-
-def _bubble(scale: _Scale, length: float, ranks: int) -> Iterator[Shape]:
-    """Every row is hatched from start to end; work is drawn over it."""
-    for rank in range(ranks):
-        y = scale.y(rank)
-        yield Hatch(_LEFT, y, length * scale.pixels, scale.row - 4)
-        yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
 
 
 def _work(scale: _Scale, spans: Sequence[Span], texts: Sequence[str]) -> Iterator[Shape]:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, SENDS, Instruction, Op, Program
-from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, Need, counterpart, needs, partners, walk
+from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, counterpart, needs, partners, walk
 from echelon.program.text import show_instruction
 
 
@@ -62,28 +62,21 @@ def find_misplaced(program: Program) -> Iterator[ProgramError]:
             )
             if kind in valid:
                 continue
-            reason = (
-                _incomplete(instruction)
-                or _elsewhere(program, rank, instruction)
-                or _misdirected(program, rank, instruction)
-            )
+            reason = _misplaced(program, rank, instruction) or _misdirected(program, rank, instruction)
             if reason is None:
                 valid.add(kind)
             else:
                 yield ProgramError(rank, index, reason)
 
 
-def _incomplete(instruction: Instruction) -> str | None:
-    op, _, microbatch, peer, version = instruction
+def _misplaced(program: Program, rank: int, instruction: Instruction) -> str | None:
+    op, stage, microbatch, peer, version = instruction
     if op in _HAS_MICROBATCH and microbatch is None:
         return "has no microbatch"
     if (op in _TRANSFERS) != (peer is not None):
         return "has no other rank" if peer is None else f"is no transfer, but names rank {peer}"
-    return "has no version" if op in (Op.STASH, Op.POP) and version is None else None
-
-
-def _elsewhere(program: Program, rank: int, instruction: Instruction) -> str | None:
-    _, stage, microbatch, _, _ = instruction
+    if op in (Op.STASH, Op.POP) and version is None:
+        return "has no version"
     if not 0 <= stage < program.stages:
         return f"there is no stage {stage} of {program.stages}"
     if rank not in program.placement[stage]:
@@ -118,17 +111,12 @@ def _misdirected(program: Program, rank: int, instruction: Instruction) -> str |
 
 _Listed = set[tuple[Op, int, int | None]]
 _Wants = tuple[set[int], list[tuple[Any, ...]]]  # where it is noted; each need, and where what meets it is
-
-
 _Done = dict[tuple[Op, int], set[int]]  # by operation and stage, the microbatches that a rank has done
-
-
 _SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # a whole backward or its first part: either, not both
 
 
 def find_duplicates(program: Program) -> Iterator[ProgramError]:
-    """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both. Each of
-    the parts may have a T of its own."""
+    """Nothing about a microbatch stands twice; a backward is whole, or in parts that may have a T each."""
     for rank, instructions in enumerate(program.ranks):
         done: _Done = defaultdict(set)
         for index, instruction in enumerate(instructions):
@@ -157,27 +145,20 @@ def find_unmet_needs(program: Program) -> Iterator[ProgramError]:
                 continue
             kind = (op, stage, k % period)
             if kind not in known:
-                known[kind] = _wants(program, rank, instruction, done)
+                needed = needs(program, rank, instruction)
+                known[kind] = (
+                    done[op, stage],
+                    [(need, *(done[each, need.stage] for each in need.ops)) for need in needed],
+                )
             own, wanted = known[kind]
             for need, first, *others in wanted:
                 if k not in first and not any(k in other for other in others):
                     listed = listed or {other[:3] for other in instructions}
-                    yield ProgramError(rank, index, _unmet(program, rank, instruction, need, listed))
+                    is_behind = any((each, need.stage, k) in listed for each in need.ops)
+                    missing = word(program, rank, Instruction(need.ops[0], need.stage, k))
+                    where = "stands behind it" if is_behind else "is missing"
+                    yield ProgramError(rank, index, f"needs {missing} before it, which {where}")
             own.add(k)
-
-
-def _wants(program: Program, rank: int, instruction: Instruction, done: _Done) -> _Wants:
-    wanted = [
-        (need, *(done[op, need.stage] for op in need.ops)) for need in needs(program, rank, instruction)
-    ]
-    return done[instruction.op, instruction.stage], wanted
-
-
-def _unmet(program: Program, rank: int, instruction: Instruction, need: Need, listed: _Listed) -> str:
-    wanted = [(op, need.stage, instruction.microbatch) for op in need.ops]
-    is_behind = any(one in listed for one in wanted)
-    missing = word(program, rank, Instruction(*wanted[0]))
-    return f"needs {missing} before it, which {'stands behind it' if is_behind else 'is missing'}"
 
 
 def find_missing_forwards(program: Program) -> Iterator[ProgramError]:
@@ -212,13 +193,9 @@ def _missing(program: Program, ops: Sequence[Op], kind: str) -> Iterator[Program
             rank = program.holder(stage, k)
             more = f", and {count - num_named} more" if number == num_named < count else ""
             reason = f"the {kind} of microbatch {k} at stage {stage} is missing{more}"
-            yield ProgramError(rank, _index_of_forward(program, rank, stage, k), reason)
-
-
-def _index_of_forward(program: Program, rank: int, stage: int, microbatch: int) -> int | None:
-    forward = (Op.FORWARD, stage, microbatch)
-    listed = (index for index, instruction in enumerate(program.ranks[rank]) if instruction[:3] == forward)
-    return next(listed, None)
+            work = enumerate(program.ranks[rank])
+            forwards = (index for index, each in work if each[:3] == (Op.FORWARD, stage, k))
+            yield ProgramError(rank, next(forwards, None), reason)
 
 
 _Slot = tuple[int, int | None]  # stage, microbatch
@@ -226,12 +203,14 @@ _Slot = tuple[int, int | None]  # stage, microbatch
 
 def find_copy_errors(program: Program) -> Iterator[ProgramError]:
     """Find activations that are stored and not fetched before each part of their backward."""
-    for rank, instructions in enumerate(program.ranks):
-        if any(instruction.op in COPIES for instruction in instructions):
-            yield from _copies_of(program, rank, instructions)
+    for rank in range(len(program.ranks)):
+        yield from _copies_of(program, rank)
 
 
-def _copies_of(program: Program, rank: int, instructions: Sequence[Instruction]) -> Iterator[ProgramError]:
+def _copies_of(program: Program, rank: int) -> Iterator[ProgramError]:
+    instructions = program.ranks[rank]
+    if not any(instruction.op in COPIES for instruction in instructions):
+        return
     stored: dict[_Slot, int] = {}  # where its S stands
     away: set[_Slot] = set()
     begun: set[_Slot] = set()  # of which the backward has begun
@@ -291,8 +270,12 @@ def _unmatched_on(
     sender, receiver = channel
     surplus = Counter(receive for _, receive in sent)
     surplus.subtract(receive for _, receive in received)
-    if not any(surplus.values()):
-        yield from _wrong_order(program, channel, sent, received)
+    if not any(surplus.values()):  # the order is wrong: later receives follow from the first that differs
+        pairs = enumerate(zip(sent, received, strict=True), 1)
+        number, expected, index = next((n, a, i) for n, ((_, a), (i, b)) in pairs if a != b)
+        send = word(program, sender, counterpart(receiver, expected))
+        reason = f"receives the wrong message: message {number} from rank {sender} is that of {send}"
+        yield ProgramError(receiver, index, f"{reason}; receive in the order of the sends")
     for index, receive in sent:
         if surplus[receive] > 0:
             surplus[receive] -= 1
@@ -303,19 +286,6 @@ def _unmatched_on(
             surplus[receive] += 1
             missing = word(program, sender, counterpart(receiver, receive))
             yield ProgramError(receiver, index, f"rank {sender} never sends it: it has no {missing}")
-
-
-def _wrong_order(
-    program: Program, channel: Channel, sent: Receives, received: Receives
-) -> Iterator[ProgramError]:
-    """Only the first receive that differs: the later ones follow from it."""
-    sender, receiver = channel
-    for number, ((_, expected), (index, receive)) in enumerate(zip(sent, received, strict=True), 1):
-        if expected != receive:
-            send = word(program, sender, counterpart(receiver, expected))
-            reason = f"receives the wrong message: message {number} from rank {sender} is that of {send}"
-            yield ProgramError(receiver, index, f"{reason}; receive in the order of the sends")
-            return
 
 
 def find_deadlocks(program: Program) -> Iterator[ProgramError]:
@@ -331,16 +301,11 @@ def find_deadlocks(program: Program) -> Iterator[ProgramError]:
             others = sorted(partners(program, instruction.op, instruction.stage) - {rank})
             of = f"stage {instruction.stage}" if instruction.op is Op.REDUCE else "every rank"
             awaited = f"{instruction.op.value} of {of}"
-        reason = f"deadlock: waits for {awaited}; {_whereabouts(program, others, stuck)}"
-        yield ProgramError(rank, index, reason)
-
-
-def _whereabouts(program: Program, ranks: Sequence[int], stuck: dict[int, int]) -> str:
-    sentences = [
-        f"rank {rank} waits at {word(program, rank, program.ranks[rank][stuck[rank]])}"
-        if rank in stuck
-        else f"rank {rank} has ended"
-        for rank in ranks[:_MOST_NAMED]
-    ]
-    more = [f"and {len(ranks) - _MOST_NAMED} more"] if len(ranks) > _MOST_NAMED else []
-    return ", ".join([*sentences, *more])
+        places = [
+            f"rank {other} waits at {word(program, other, program.ranks[other][stuck[other]])}"
+            if other in stuck
+            else f"rank {other} has ended"
+            for other in others[:_MOST_NAMED]
+        ]
+        places += [f"and {len(others) - _MOST_NAMED} more"] if len(others) > _MOST_NAMED else []
+        yield ProgramError(rank, index, f"deadlock: waits for {awaited}; {', '.join(places)}")

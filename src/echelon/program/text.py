@@ -130,20 +130,16 @@ class _Document:
         elif key in ("rank", "stage") and not number:
             self._error(line, f"'{key}:' has no number: write '{key} 0: …'")
         elif key in ("rank", "stage"):
-            self._add_numbered(line, key, int(number), rest)
+            lines = self.ranks if key == "rank" else self.stages
+            before, _ = lines.setdefault(int(number), (line, rest))
+            if before != line:
+                self._error(line, f"{key} {int(number)} is already on line {before}; keep one")
         elif number or not rest:
             self._error(line, f"'{content[:40]}': must be written '{key}: …'")
         elif key in self.settings:
             self._error(line, f"'{key}' is already on line {self._line_of[key]}; keep one")
         else:
             self.settings[key], self._line_of[key] = rest, line
-
-    def _add_numbered(self, line: int, key: str, number: int, rest: str) -> None:
-        lines = self.ranks if key == "rank" else self.stages
-        if number in lines:
-            self._error(line, f"{key} {number} is already on line {lines[number][0]}; keep one")
-        else:
-            lines[number] = (line, rest)
 
     def _error(self, line: int, error: str) -> None:
         self.errors.append((line, error))

@@ -7,7 +7,7 @@ tensor are the same, or do not overlap.
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class Assembly:
         return iter(self._boxes)
 
     def like(self, key: Key) -> Tensor:
-        """Return a tensor of the meta device with the shape and type of a whole one."""
         first = self._boxes[key][0]
         return torch.empty(first.slice.shape, dtype=getattr(torch, first.dtype), device="meta")
 
@@ -106,11 +105,9 @@ def exchange_slices(owned: Sequence[OwnedSlice], group: Group, device: torch.dev
     """Return what every rank of the group owns, in rank order; all of them must call this."""
     rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
     return [
-        [_rank_slice(row, rank) for row in of_rank]
+        [
+            RankSlice(Slice(name, part, tuple(shape), tuple(offsets), tuple(sizes)), dtype, rank)
+            for name, part, shape, offsets, sizes, dtype in of_rank
+        ]
         for rank, of_rank in enumerate(gather_values(rows, group, device, "assembly"))
     ]
-
-
-def _rank_slice(row: Sequence[Any], rank: int) -> RankSlice:
-    name, part, shape, offsets, sizes, dtype = row
-    return RankSlice(Slice(name, part, tuple(shape), tuple(offsets), tuple(sizes)), dtype, rank)

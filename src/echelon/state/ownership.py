@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 VALUE = "value"  # the `part` that is a weight or buffer itself
@@ -35,7 +36,6 @@ class Slice(NamedTuple):
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The index of this box in the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
@@ -60,7 +60,6 @@ class LocalParameter(NamedTuple):
 
 
 def whole_slice(name: str, tensor: Tensor, part: str = VALUE) -> Slice:
-    """Return the box that is all of a tensor."""
     shape = tuple(tensor.shape)
     return Slice(name, part, shape, (0,) * len(shape), shape)
 
@@ -113,6 +112,13 @@ def own_run(run: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
     """Place memory that holds the boxes of `slices` one after the other."""
     pieces = run.detach().flatten().split([box.numel for box in slices])
     return [OwnedSlice(box, piece.view(box.sizes)) for box, piece in zip(slices, pieces, strict=True)]
+
+
+def own_counter(part: str, value: float | Tensor) -> OwnedSlice:
+    """Place a number of the engine's own: an integer as such, any other in float64."""
+    number = torch.as_tensor(value)
+    number = number.double() if number.is_floating_point() else number
+    return OwnedSlice(Slice(ENGINE, part, (), (), ()), number)
 
 
 class StateNames(NamedTuple):

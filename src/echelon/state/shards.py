@@ -35,7 +35,6 @@ class Shard:
     ranks: int
 
     def take(self, whole: Tensor) -> Tensor:
-        """Copy this rank's share."""
         pieces = [self._take_part(part) for part in whole.split(self.parts, self.dim)]
         return torch.cat(pieces, self.dim).contiguous()
 
@@ -48,7 +47,6 @@ class Shard:
         return F.pad(taken, [*later_dims, 0, padding]) if padding else taken
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the parameter of which this rank holds `shape`."""
         return (*shape[: self.dim], sum(self.parts), *shape[self.dim + 1 :])
 
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:

@@ -1,4 +1,4 @@
-"""Line charts as SVG text, and sparklines for terminals; nothing but the standard library.
+"""Line charts as SVG text, and sparklines for terminals.
 
 A chart has its own background, so it looks the same on a white and on a dark page. The caller chooses what to
 draw.
@@ -7,20 +7,15 @@ draw.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from echelon.errors import raise_errors
+from echelon.program.picture import QUIET_INK, Words, nice_step, page, svg
 
 # The colours of Okabe and Ito, chosen to differ for colour-blind readers too; without their yellow, which is
 # faint on white. The eighth line starts again, dashed.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
-_BACKGROUND, _BORDER, _GRID = "#ffffff", "#d4d9e1", "#e9ecf1"
-_INK, _QUIET_INK = "#1c2433", "#5b6472"
-_FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-
+_GRID = "#e9ecf1"
 _MARGIN, _BOTTOM = 24, 54
 _LEGEND_ROW = 20
 _GAP = 12  # between charts
@@ -33,18 +28,12 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """One line of a chart. Where x or y is NaN or infinite, the line has a gap."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-
-    def __post_init__(self) -> None:
-        if len(self.x) != len(self.y):
-            error = f"{len(self.x)} x values and {len(self.y)} y values: give one y per x"
-            raise_errors(f"series '{self.name}'", [error])
 
 
 class Point(NamedTuple):
@@ -89,27 +78,29 @@ def line_chart(
 
     Width and height are in pixels; a legend of more than one row adds to the height.
     """
-    if width < 240 or height < 160:
-        raise_errors("chart", [f"{width} × {height} pixels are too small: give at least 240 × 160"])
     runs = [_runs(_thin(_points(line_series))) for line_series in series]
     shown = [point for lines in runs for line in lines for point in line]
     legend, rows = _legend([line_series.name for line_series in series], width)
     top = 50 + rows * _LEGEND_ROW
     height += max(0, rows - 1) * _LEGEND_ROW
-    y_axis = _round_out(_axis([point.y for point in shown], height - _BOTTOM, top, height // 60))
+    y_axis = _axis([point.y for point in shown], height - _BOTTOM, top, height // 60)
+    lowest, highest = math.floor(y_axis.low / y_axis.step + 1e-6), math.ceil(y_axis.high / y_axis.step - 1e-6)
+    y_axis = y_axis._replace(low=lowest * y_axis.step, high=highest * y_axis.step)  # from a tick to a tick
     left = _MARGIN + 24 + _CHARACTER * max(len(y_axis.label(value)) for value in y_axis.ticks())
     x_axis = _axis([point.x for point in shown], left, width - _MARGIN, width // 90)
+    middle_x, middle_y = (x_axis.start + x_axis.end) / 2, (y_axis.start + y_axis.end) / 2
+    upright = svg(Words(0, 0, y_label, 12, QUIET_INK, "middle"))
     parts = [
-        _frame(width, height, title),
+        svg(Words(_MARGIN, 32, title, 16, bold=True)),
         *legend,
         *_grid(x_axis, y_axis),
-        *_axis_names(x_axis, y_axis, x_label, y_label, height),
+        svg(Words(middle_x, height - 12, x_label, 12, QUIET_INK, "middle")),
+        f'<g transform="translate(22 {middle_y:.1f}) rotate(-90)">{upright}</g>',
         *(_line(lines, x_axis, y_axis, index) for index, lines in enumerate(runs)),
     ]
     if not shown:
-        middle_x, middle_y = (x_axis.start + x_axis.end) / 2, (y_axis.start + y_axis.end) / 2
-        parts.append(_text(middle_x, middle_y, "no data", 14, _QUIET_INK, "middle"))
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(svg(Words(middle_x, middle_y, "no data", 14, QUIET_INK, "middle")))
+    return page(width, height, title, parts)
 
 
 def side_by_side(charts: Sequence[str], columns: int) -> str:
@@ -142,13 +133,16 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
     columns = [_mean(bucket) for bucket in _buckets(numbers, min(width, len(numbers)))]
     shown = [value for value in columns if value is not None]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
-    return "".join(" " if value is None else _block(value, low, high) for value in columns)
-
-
-def _block(value: float, low: float, high: float) -> str:
-    if low == high:
-        return _BLOCKS[len(_BLOCKS) // 2 - 1]
-    return _BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))]
+    highest = len(_BLOCKS) - 1
+    heights = [
+        None
+        if value is None
+        else round((value - low) / (high - low) * highest)
+        if high > low
+        else highest // 2
+        for value in columns
+    ]
+    return "".join(" " if block is None else _BLOCKS[block] for block in heights)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -174,15 +168,12 @@ def _thin(points: list[Point | None]) -> list[Point | None]:
     """At most _MAX_POINTS points: the lowest and the highest of each bucket, so that no spike is lost."""
     if len(points) <= _MAX_POINTS:
         return points
-    return [kept for bucket in _buckets(points, _MAX_POINTS // 2) for kept in _extremes(bucket)]
-
-
-def _extremes(bucket: Sequence[Point | None]) -> list[Point | None]:
-    points = [(point.y, index, point) for index, point in enumerate(bucket) if point is not None]
-    if not points:
-        return [None]
-    ends = sorted({min(points), max(points)}, key=lambda end: end[1])
-    return [point for _, _, point in ends]
+    kept: list[Point | None] = []
+    for bucket in _buckets(points, _MAX_POINTS // 2):
+        drawn = [(point.y, index, point) for index, point in enumerate(bucket) if point is not None]
+        ends = sorted({min(drawn), max(drawn)}, key=lambda end: end[1]) if drawn else []
+        kept += [point for _, _, point in ends] or [None]
+    return kept
 
 
 def _buckets(items: Sequence[T], count: int) -> list[Sequence[T]]:
@@ -212,35 +203,10 @@ def _axis(values: list[float], start: float, end: float, ticks: int) -> Axis:
     if high - low <= 1e-9 * size or size < 1e-290:  # one value: make room on both sides of it
         room = size / 2 if size >= 1e-290 else 1.0
         low, high = low - room, high + room
-    return Axis(low, high, _nice_step((high - low) / max(1, ticks)), start, end)
-
-
-def _nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, … (and 0.5, 0.2, …) that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
-
-
-def _round_out(axis: Axis) -> Axis:
-    """The same axis, from a tick to a tick."""
-    first, last = math.floor(axis.low / axis.step + 1e-6), math.ceil(axis.high / axis.step - 1e-6)
-    return axis._replace(low=first * axis.step, high=last * axis.step)
+    return Axis(low, high, nice_step((high - low) / max(1, ticks)), start, end)
 
 
 # --- SVG ----------------------------------------------------------------------------------------------
-
-
-def _frame(width: int, height: int, title: str) -> str:
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}" role="img" font-family="{_FONT}">',
-            f"<title>{_clean(title)}</title>",
-            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
-            f'fill="{_BACKGROUND}" stroke="{_BORDER}"/>',
-            _text(_MARGIN, 32, title, 16, _INK, "start", bold=True),
-        ]
-    )
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:
@@ -248,21 +214,12 @@ def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:
     for value in y_axis.ticks():
         y = y_axis.pixel(value)
         parts.append(_rule(x_axis.start, y, x_axis.end, y, _GRID))
-        parts.append(_text(x_axis.start - 10, y + 4, y_axis.label(value), 12, _QUIET_INK, "end"))
+        parts.append(svg(Words(x_axis.start - 10, y + 4, y_axis.label(value), 12, QUIET_INK, "end")))
     for value in x_axis.ticks():
         x = x_axis.pixel(value)
-        parts.append(_rule(x, y_axis.start, x, y_axis.start + 5, _QUIET_INK))
-        parts.append(_text(x, y_axis.start + 20, x_axis.label(value), 12, _QUIET_INK, "middle"))
-    return [*parts, _rule(x_axis.start, y_axis.start, x_axis.end, y_axis.start, _QUIET_INK)]
-
-
-def _axis_names(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str, height: int) -> list[str]:
-    x, y = (x_axis.start + x_axis.end) / 2, (y_axis.start + y_axis.end) / 2
-    upright = f'<g transform="translate(22 {y:.1f}) rotate(-90)">'
-    return [
-        _text(x, height - 12, x_label, 12, _QUIET_INK, "middle"),
-        f"{upright}{_text(0, 0, y_label, 12, _QUIET_INK, 'middle')}</g>",
-    ]
+        parts.append(_rule(x, y_axis.start, x, y_axis.start + 5, QUIET_INK))
+        parts.append(svg(Words(x, y_axis.start + 20, x_axis.label(value), 12, QUIET_INK, "middle")))
+    return [*parts, _rule(x_axis.start, y_axis.start, x_axis.end, y_axis.start, QUIET_INK)]
 
 
 def _legend(names: Sequence[str], width: int) -> tuple[list[str], int]:
@@ -276,7 +233,7 @@ def _legend(names: Sequence[str], width: int) -> tuple[list[str], int]:
             x, row = float(_MARGIN), row + 1
         y = 54 + row * _LEGEND_ROW
         parts.append(f'<path d="M{x:.1f} {y - 4}h20" {_stroke(index)}/>')
-        parts.append(_text(x + 26, y, short, 12, _INK, "start"))
+        parts.append(svg(Words(x + 26, y, short, 12)))
         x += room
     return parts, row + 1 if names else 0
 
@@ -303,14 +260,3 @@ def _stroke(index: int) -> str:
 
 def _rule(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
-
-
-def _text(x: float, y: float, text: str, size: int, colour: str, anchor: str, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}"'
-    return f'<text {place} fill="{colour}" text-anchor="{anchor}"{weight}>{_clean(text)}</text>'
-
-
-def _clean(text: str) -> str:
-    # XML has no way to write control characters, not even escaped.
-    return escape("".join(character if character.isprintable() else " " for character in text))

@@ -5,7 +5,7 @@ runs/train-20261115-020304/checkpoints/
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast, final
@@ -16,12 +16,10 @@ from echelon.collectives.agreement import decide_on_rank_0
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.state.checkpoint.folder import CheckpointFolder
-from echelon.train.data_position import DataPosition
-from echelon.train.events import FROM_DISK, Evaluated, Event, RolledBack, Stepped
+from echelon.train.events import FROM_DISK, METRICS, Evaluated, Event, RolledBack, Stepped, line_of, step_of
 from echelon.train.jobs.job import Job
-from echelon.train.metrics_file import METRICS, line_of, step_of
 from echelon.train.runs.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
-from echelon.train.runs.rollbacks import SKIPPED, SkippedBatches, SpikeWatch, Trouble
+from echelon.train.runs.rollbacks import SKIPPED, DataPosition, SkippedBatches, SpikeWatch, Trouble
 from echelon.train.runs.run_folder import RunFolder
 from echelon.update.nonfinite import NonfiniteError
 
@@ -50,11 +48,9 @@ class Checkpoints:
             self._memory.check_room(rank_bytes)
 
     def load_last(self, *, before: float = math.inf) -> int:
-        """Go on from the newest whole checkpoint, on disk or in memory, from before a step: returns its step,
-        or 0."""
-        self._skipped = SkippedBatches.parse(
-            decide(lambda: SkippedBatches.read(self._run.path / SKIPPED).plain())
-        )
+        """Go on from the newest whole checkpoint from before a step, on disk or in memory: its step, or 0."""
+        skipped = decide(lambda: SkippedBatches.read(self._run.path / SKIPPED).plain())
+        self._skipped = SkippedBatches.parse(skipped)
         extra = self._load_newest(before)
         if self._engine.mesh.rank == 0:
             self.unwritten.restore(None if extra is None else extra.get("lines"))
@@ -75,7 +71,9 @@ class Checkpoints:
         elif found is not None:
             extra = self._engine.load_saved(found.saved)
             self._last_in_memory = found.step
-            self.source = f"from memory{_whose(found.received)}"
+            lost = ", ".join(map(str, found.received))  # ranks that had no file of their own any more
+            ranks = f", rank{'s' if len(found.received) > 1 else ''} {lost} from the copy on another host"
+            self.source = "from memory" + (ranks if lost else "")
         if self._memory is not None:
             self._memory.keep_only(found)
         return extra
@@ -87,15 +85,12 @@ class Checkpoints:
     def _position(self, steps: int) -> DataPosition:
         return DataPosition.after_steps(steps, self._skipped.skipped)
 
-    # Rollbacks.
-
     @property
     def num_rollbacks(self) -> int:
         return self._skipped.rollbacks
 
     @property
     def rollbacks(self) -> tuple[RolledBack, ...]:
-        """The rollbacks of the run, in order."""
         return self._skipped.events
 
     def can_roll_back(self, step: int) -> bool:
@@ -125,12 +120,10 @@ class Checkpoints:
         return event
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state after `step` is saved."""
         return step == self._job.steps or (self._job.save_every > 0 and step % self._job.save_every == 0)
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Save the state after `step`, unless that is done. Without `wait`, while training goes on; with it,
-        on disk."""
+        """Save the state after `step`, unless that is done. With `wait` it is on disk when this returns."""
         extra = {
             "step": step,
             **self._position(step).as_plain(),
@@ -141,16 +134,14 @@ class Checkpoints:
         if self._memory is not None and not is_last and step > self._last_in_memory:
             self._memory.save(step, *self._engine.saved_state(extra))
             self._last_in_memory = step
-        if step > self._last_on_disk and (is_last or self._goes_to_disk(step)):
+        every = self._job.keep_every
+        goes_to_disk = is_last or self._memory is None or (every > 0 and step % every == 0)
+        if step > self._last_on_disk and goes_to_disk:
             # Between steps no one else changes weights here.
             self._folder.save(self._engine, step, extra, wait=wait, copy_behind=not wait)
             self._last_on_disk = step
         if wait:
             self.finish()
-
-    def _goes_to_disk(self, step: int) -> bool:
-        every = self._job.keep_every
-        return self._memory is None or (every > 0 and step % every == 0)
 
     def finish(self) -> None:
         """Return when nothing is being saved; raises what went wrong. All ranks must call this."""
@@ -173,14 +164,6 @@ def newest_step(job: Job, run: Path) -> int:
 def decide(find: Callable[[], T]) -> T:
     """Return on every rank what rank 0 finds, as JSON."""
     return cast(T, decide_on_rank_0(find)) if dist.is_initialized() else find()
-
-
-def _whose(received: tuple[int, ...]) -> str:
-    """Who had lost its file."""
-    if not received:
-        return ""
-    ranks = f"rank {received[0]}" if len(received) == 1 else f"ranks {', '.join(map(str, received))}"
-    return f", {ranks} from the copy on another host"
 
 
 def _step_of(extra: dict[str, Any]) -> int:
@@ -224,22 +207,12 @@ class UnwrittenLines:
 
     def _forget_written(self) -> None:
         """Keep the lines from the first step on that has one to write: the parent writes them in order."""
-        written = self._last_written()
-        number = max((index + 1 for index, line in enumerate(self._lines) if line in written), default=0)
-        self._lines = _of_whole_steps(self._lines, number)
-
-    def _last_written(self) -> set[str]:
-        size = sum(len(line) + 1 for line in self._lines) + _OTHER_LINES
-        try:
-            with self._path.open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - size))
-                return set(file.read().decode(errors="replace").splitlines())
-        except FileNotFoundError:
-            return set()
-
-
-def _of_whole_steps(lines: Sequence[str], first: int) -> list[str]:
-    """Return those from number `first` on, and those of the same step before it."""
-    while 0 < first < len(lines) and step_of(lines[first - 1]) == step_of(lines[first]):
-        first -= 1
-    return list(lines[first:])
+        size, lines = sum(len(line) + 1 for line in self._lines) + _OTHER_LINES, self._lines
+        written: set[str] = set()
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - size))
+            written = set(file.read().decode(errors="replace").splitlines())
+        first = max((index + 1 for index, line in enumerate(lines) if line in written), default=0)
+        while 0 < first < len(lines) and step_of(lines[first - 1]) == step_of(lines[first]):
+            first -= 1
+        self._lines = lines[first:]

@@ -1,7 +1,6 @@
 """The display of a training: a live panel on a terminal, plain lines elsewhere, and a summary."""
 
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -55,15 +54,18 @@ class Display:
     def __enter__(self) -> "Display":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def show(self, event: Event) -> None:
         match event:
-            case Starting():
-                self._head(event)
+            case Starting(run):
+                # Not earlier: a refused job has nothing to show, and under torchrun only rank 0 has events.
+                plan, steps = escape(self._job.plan), self._job.steps
+                self._console.print(f"[bold]echelon train[/]  plan {plan}  {steps} steps")
+                self._console.print(f"starting ranks … the run is kept in {run}", markup=False)
+                if self._console.is_terminal:
+                    self._live.start()
             case Started():
                 self._console.print(
                     f"{event.parameters:,} parameters on {event.device}; "
@@ -79,12 +81,21 @@ class Display:
                     f"[yellow]{escape(event.reason.splitlines()[0])}[/]; restarting "
                     f"({event.number} of {event.limit} restarts since the last checkpoint)"
                 )
-            case RolledBack():
-                self._roll_back(event)
+            case RolledBack(step, _, reason, first, end, number, limit):
+                batches = f"batch {first}" if first == end - 1 else f"batches {first} to {end - 1}"
+                self._console.print(
+                    f"[yellow]{escape(reason)}[/]; going back to step {step}, without {batches} "
+                    f"({number} of {limit} rollbacks)"
+                )
+                self._begin_after(step)
             case Noted():
                 self._console.print(f"[yellow]{escape(event.text)}[/]")
-            case Audited():
-                self._show_skipped(event)
+            case Audited(results):
+                skipped = [str(result) for result in results if result.outcome == "skipped"]
+                new = [each for each in skipped if each not in self._skipped]
+                self._skipped.update(new)
+                if new:
+                    self._console.print(f"[dim]audit of {escape('; '.join(new))}[/]")
             case Stepped():
                 self._last = event
                 self._losses.append(event.loss)
@@ -107,29 +118,6 @@ class Display:
         if step:
             self._progress.update(self._task, completed=step)
 
-    def _roll_back(self, event: RolledBack) -> None:
-        first, last = event.first_batch, event.end_batch - 1
-        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
-        self._console.print(
-            f"[yellow]{escape(event.reason)}[/]; going back to step {event.step}, without {batches} "
-            f"({event.number} of {event.limit} rollbacks)"
-        )
-        self._begin_after(event.step)
-
-    def _show_skipped(self, event: Audited) -> None:
-        skipped = [str(result) for result in event.results if result.outcome == "skipped"]
-        new = [each for each in skipped if each not in self._skipped]
-        self._skipped.update(new)
-        if new:
-            self._console.print(f"[dim]audit of {escape('; '.join(new))}[/]")
-
-    def _head(self, event: Starting) -> None:
-        # Not earlier: a refused job has nothing to show, and under torchrun only rank 0 has events.
-        self._console.print(f"[bold]echelon train[/]  plan {escape(self._job.plan)}  {self._job.steps} steps")
-        self._console.print(f"starting ranks … the run is kept in {event.run}", markup=False)
-        if self._console.is_terminal:
-            self._live.start()
-
     def _panel(self) -> Group:
         table = Table.grid(padding=(0, 2))
         if self._last is not None:
@@ -138,13 +126,14 @@ class Display:
         return Group(self._progress, table)
 
     def _figures(self, step: Stepped) -> list[tuple[str, str]]:
+        hidden = f"{step.comm_hidden_seconds / step.comm_seconds:.0%}" if step.comm_seconds else "nothing"
         figures = [
             ("loss", f"[bold]{step.loss:.4f}[/]  {sparkline(self._losses, 48)}"),
             ("gradient norm", f"{step.grad_norm:.3f}"),
             ("learning rate", f"{step.learning_rate:.2e}"),
             (f"{self._unit}/s", f"{step.tokens / step.seconds:,.0f}"),
             ("memory per rank", show_bytes(step.memory_bytes)),
-            ("sent per step", f"{show_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
+            ("sent per step", f"{show_bytes(step.moved_bytes)}, {hidden} hidden behind compute"),
         ]
         if step.experts:
             figures.append(("experts", _experts(step)))
@@ -203,7 +192,3 @@ def _experts(step: Stepped) -> str:
     dropped = sum(gate.dropped for gate in step.experts) / max(slots, 1.0)
     where = f"[dim]in {escape(busiest.gate)}[/]"
     return f"busiest has {busiest.largest_share:.2f} × its fair share {where}, {dropped:.1%} dropped"
-
-
-def _share(step: Stepped) -> str:
-    return f"{step.comm_hidden_seconds / step.comm_seconds:.0%}" if step.comm_seconds else "nothing"

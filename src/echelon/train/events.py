@@ -1,8 +1,18 @@
-"""The events of a training. Rank 0 makes them; the display shows them and the logbook keeps them."""
+"""The events of a training. Rank 0 makes them; the display shows them and the logbook keeps them.
 
+metrics.jsonl becomes events again for a run that goes on: what was before its checkpoint stays.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from echelon.engine.audit import AuditResult
+from echelon.state.bounded_json import parse_json
+from echelon.train import strict_json
 
 FROM_DISK = "from its checkpoint on disk"
 
@@ -109,3 +119,116 @@ class RolledBack:
 
 
 Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted | RolledBack
+
+
+METRICS = "metrics.jsonl"
+_LONGEST_LINE = 2**22  # bytes
+
+
+def entry_of(event: Stepped | Evaluated | RolledBack) -> dict[str, Any]:
+    plain = dataclasses.asdict(event).items()
+    values = {name: value for name, value in plain if value is not None and value != ()}
+    kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]
+    return {"kind": kind, **values}
+
+
+def line_of(event: Stepped | Evaluated) -> str:
+    """The line of an event, without its end."""
+    return strict_json.dump(entry_of(event))
+
+
+def step_of(line: str) -> int | None:
+    """The step of a line of a step or of an evaluation; None for any other text."""
+    event = _event(_entry(line) or {})
+    return None if event is None else event.step
+
+
+def read_metrics(path: Path) -> list[Stepped | Evaluated]:
+    """The events of a file, in order. Lines that cannot be read are left out: a process that was killed may
+    have left half a line."""
+    return [event for event in map(_event, _entries(path)) if event is not None]
+
+
+def last_step(path: Path) -> int:
+    """The last step that a file tells of, or 0."""
+    return max((event.step for event in read_metrics(path)), default=0)
+
+
+def metrics_until(path: Path, step: int) -> str:
+    """The lines of a file, but for those of later steps and those that cannot be read. A rollback stays: what
+    it leaves out is left out also by a training that goes on from an earlier step."""
+    return _text(entry for entry in _entries(path) if _is_rollback(entry) or not _is_after(entry, step))
+
+
+def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
+    """Return what a file should have if `lines` were the last to be written; None if it has them."""
+    if not lines or set(lines) <= {strict_json.dump(entry) for entry in _entries(path)}:
+        return None
+    # Of these steps it has some of the lines, or those of an attempt before this one.
+    before = min(step for step in map(step_of, lines) if step is not None) - 1
+    return metrics_until(path, before) + "".join(f"{line}\n" for line in lines)
+
+
+def metrics_with_rollbacks(path: Path, rollbacks: Sequence[RolledBack]) -> str | None:
+    """Return what a file should have: each of these before the steps that came after it; None if it has."""
+    entries, added = list(_entries(path)), [entry_of(each) for each in rollbacks]
+    missing = [entry for entry in added if entry not in entries]
+    for entry in missing:
+        later = (at for at, each in enumerate(entries) if _is_after(each, entry["step"]))
+        entries.insert(next(later, len(entries)), entry)
+    return _text(entries) if missing else None
+
+
+def _text(entries: Iterable[dict[str, Any]]) -> str:
+    return "".join(f"{strict_json.dump(entry)}\n" for entry in entries)
+
+
+def count_rollbacks(path: Path) -> int:
+    return sum(map(_is_rollback, _entries(path)))
+
+
+def _is_rollback(entry: dict[str, Any]) -> bool:
+    return entry.get("kind") == "rollback"
+
+
+def _is_after(entry: dict[str, Any], step: int) -> bool:
+    value = entry.get("step")
+    return isinstance(value, int) and value > step
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):  # a longer one is cut, and cannot be read
+            entry = _entry(line.decode(errors="replace"))
+            if entry is not None:
+                yield entry
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = parse_json(line.encode(errors="replace"))
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _event(entry: dict[str, Any]) -> Stepped | Evaluated | None:
+    kind = {"step": Stepped, "evaluation": Evaluated}.get(str(entry.get("kind")))
+    if kind is None:
+        return None
+    names = [field.name for field in dataclasses.fields(kind)]
+    # What is not finite is written as null.
+    values: dict[str, Any] = {n: math.nan if v is None else v for n, v in entry.items() if n in names}
+    try:
+        if "experts" in values:
+            gates = values["experts"]
+            values["experts"] = tuple(
+                GateLoad(each["gate"], tuple(each["tokens"]), each["dropped"], each["entropy"])
+                for each in gates
+            )
+        event: Stepped | Evaluated = kind(**values)
+    except (KeyError, TypeError):
+        return None
+    return event if isinstance(event.step, int) else None

@@ -23,7 +23,6 @@ from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder, 
 from echelon.state.weight_files.layout import tensor_errors, whole
 from echelon.state.weight_files.tensor_file import TensorEntry
 from echelon.state.weight_files.weight_folder import read_json
-from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_file import read_values
 from echelon.train.runs.run_folder import link_errors
 from echelon.train.task import config_of
@@ -59,7 +58,12 @@ def export_run(
     model = None if run is None else _model(run, weights)
     if to == "hf":
         assert model is not None
-        entries = _write_hf(folder, model, weights, shard_bytes)
+        layout = weight_layout(model)
+        raise_errors(f"{type(model).__name__} cannot be written", list(layout.problems))
+        names = StateNames.of(model).state
+        entries = layout.entries({name: weights.dtype(names[name]) for name in layout.needed_names()})
+        config = config_json(model, entries[0].dtype)
+        write_folder(folder, entries, layout.joined(weights.named(model)), config, shard_bytes)
     elif to == "dcp":
         entries = weights.entries(model)
         write_dcp(folder, entries, weights.named(model))
@@ -87,7 +91,10 @@ def _argument_errors(path: Path, to: str, out: Path | None, dtype: str | None, r
 
 def _model(run: Path, weights: "_Weights") -> nn.Module:
     """The model of a run's job without memory, whose tensors must be those of the checkpoint."""
-    config = config_of(_job(run))
+    values = read_json(run / RUN_FILE).get("job")
+    if not isinstance(values, dict):
+        raise UserError(f"{run / RUN_FILE}: must hold the run's job")
+    config = config_of(read_values(values, (), None, str(run / RUN_FILE)))
     subject = f"{weights.path}, which is no checkpoint of the job in {run / RUN_FILE}"
     layers = config.layers if isinstance(config, ModelConfig) else 0
     if layers > len(weights.names):  # before they are built
@@ -95,23 +102,6 @@ def _model(run: Path, weights: "_Weights") -> nn.Module:
     model = build_without_memory(config)
     raise_errors(subject, weights.errors(model))
     return model
-
-
-def _job(run: Path) -> Job:
-    values = read_json(run / RUN_FILE).get("job")
-    if not isinstance(values, dict):
-        raise UserError(f"{run / RUN_FILE}: must hold the run's job")
-    return read_values(values, (), None, str(run / RUN_FILE))
-
-
-def _write_hf(folder: Path, model: nn.Module, weights: "_Weights", shard_bytes: int) -> list[TensorEntry]:
-    names = StateNames.of(model)
-    layout = weight_layout(model)
-    raise_errors(f"{type(model).__name__} cannot be written", list(layout.problems))
-    entries = layout.entries({name: weights.dtype(names.state[name]) for name in layout.needed_names()})
-    config = config_json(model, entries[0].dtype)
-    write_folder(folder, entries, layout.joined(weights.named(model)), config, shard_bytes)
-    return entries
 
 
 class _Weights:

@@ -19,10 +19,20 @@ from echelon.launching import host_work
 from echelon.nn.initialization.initial_values import deferred
 from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
-from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
+from echelon.train.events import (
+    METRICS,
+    Audited,
+    Evaluated,
+    Event,
+    GateLoad,
+    Noted,
+    Sampled,
+    Started,
+    Stepped,
+    last_step,
+)
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
-from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.runs.stopping import StopRequest
 from echelon.train.task import Task, open_task
@@ -51,7 +61,11 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     with host_work("the data and the model"):
         task = open_task(job)
         refuse_small_device(job, task.config, this_device())
-        model = _whole(job, task) if measures else deferred(task.build)
+        model: nn.Module
+        if not measures:
+            model = deferred(task.build)
+        else:  # pipeline=auto measures the model with all of its weights
+            model = task.build() if job.model.weights is None else task.load(job.model.weights)
     engine = parallelize(
         model,
         job.plan,
@@ -115,8 +129,7 @@ class _Training:
         self._reads_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
 
     def step(self, step: int) -> None:
-        """Train `step`; read its numbers, or those of the one before. Raises a LossSpikeError if that has
-        jumped."""
+        """Train `step`; read its numbers, or those of the one before, whose loss may be a LossSpikeError."""
         engine, task, job = self._engine, self._task, self._job
         metrics = engine.step(task.training.at(self._checkpoints.batch_of(step), self._part))
         if self._first and engine.audit != self._audit:
@@ -159,10 +172,9 @@ class _Training:
 
     def tell_last_skipped(self) -> None:
         """Report a training that ends with skipped steps that were too few to be an error."""
-        if self._num_skipped and self._first:
-            which = (
-                "the last step was" if self._num_skipped == 1 else f"the last {self._num_skipped} steps were"
-            )
+        count = self._num_skipped
+        if count and self._first:
+            which = "the last step was" if count == 1 else f"the last {count} steps were"
             self._report(Noted(f"{which} skipped: the loss or the gradients were not finite"))
 
     def roll_back(self, error: LossSpikeError | NonfiniteError) -> int:
@@ -175,22 +187,19 @@ class _Training:
 
 
 def _started(task: Task, engine: Engine, checkpoints: Checkpoints, step: int) -> Started:
+    device = engine.mesh.device
+    is_cuda = device.type == "cuda"
     return Started(
         parameters=task.num_parameters,
         train_tokens=task.data_size,
         corpus=task.data_name,
-        device=_device_name(engine),
+        device=torch.cuda.get_device_name(device) if is_cuda else platform.processor() or platform.machine(),
         unit=task.unit,
         after_step=step,
         lines=checkpoints.unwritten.lines,
         rollbacks=checkpoints.rollbacks,
         source=checkpoints.source,
     )
-
-
-def _whole(job: Job, task: Task) -> nn.Module:
-    """The model with all of its weights, for pipeline=auto to measure."""
-    return task.build() if job.model.weights is None else task.load(job.model.weights)
 
 
 def _rates(job: Job) -> Callable[[int], float]:
@@ -248,30 +257,14 @@ def _report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Step
     )
 
 
-def _device_name(engine: Engine) -> str:
-    device = engine.mesh.device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
-
-
-# A training that diverged ends, and says what to change.
-
-
 def refuse_divergence(job: Job, step: int, **numbers: float) -> None:
     """Raise a UserError where one of `numbers` (loss=…, gradient_norm=…) of `step` is not finite."""
+    clip, rate = job.optimizer.clip, job.optimizer.learning_rate
+    clip_fix = "set optimizer.clip=1.0" if clip is None else f"lower optimizer.clip (now {clip})"
     for name, value in numbers.items():
         if not math.isfinite(value):
             became = "NaN" if math.isnan(value) else "infinite"
-            raise UserError(f"the {name.replace('_', ' ')} became {became} at step {step}; {_fixes(job)}")
-
-
-def _fixes(job: Job) -> str:
-    optimizer = job.optimizer
-    clip = (
-        "set optimizer.clip=1.0" if optimizer.clip is None else f"lower optimizer.clip (now {optimizer.clip})"
-    )
-    return (
-        f"lower optimizer.learning_rate (now {optimizer.learning_rate}), or {clip}, "
-        f"or raise optimizer.warmup (now {job.warmup} steps)"
-    )
+            raise UserError(
+                f"the {name.replace('_', ' ')} became {became} at step {step}; lower optimizer.learning_rate "
+                f"(now {rate}), or {clip_fix}, or raise optimizer.warmup (now {job.warmup} steps)"
+            )

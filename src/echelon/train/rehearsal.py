@@ -15,8 +15,7 @@ from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.models import ModelConfig, Transformer, build, cross_entropy
 from echelon.plan import Plan
 from echelon.program import Costs, Program, Span, Timeline, simulate
-from echelon.program.simulate import measured_costs
-from echelon.program.timeline import bubble_of, work_spans
+from echelon.program.simulate import bubble_of, measured_costs, work_spans
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,17 +34,11 @@ def make_model(config: ModelConfig) -> Transformer:
 
 
 def make_engine(config: ModelConfig, plan: Plan) -> Engine:
-    """`parallelize` over all ranks."""
     return parallelize(make_model(config), plan, optimizer=fused_adamw, loss=cross_entropy)
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
-
-
-def spans_of(engine: Engine) -> list[Span]:
-    """Return when each instruction of the engine's last step ran on this rank."""
-    return list(engine.spans)
 
 
 def by_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
@@ -83,7 +76,7 @@ class Rehearsal(NamedTuple):
 
     @property
     def planned_bubble(self) -> float:
-        return bubble_of(list(self.planned.spans()), len(self.planned.program.ranks))
+        return bubble_of(self.planned_work, len(self.planned.program.ranks))
 
     @property
     def planned_work(self) -> list[Span]:
@@ -92,8 +85,7 @@ class Rehearsal(NamedTuple):
     @property
     def typical(self) -> list[Span]:
         """The work of the round with the median bubble; its time starts at 0."""
-        bubbles = self.bubbles
-        _, place = min((abs(bubble - self.bubble), place) for place, bubble in enumerate(bubbles))
+        _, place = min((abs(bubble - self.bubble), place) for place, bubble in enumerate(self.bubbles))
         work = work_spans(self.rounds[place])
         start = min(span.start for span in work)
         return [span._replace(start=span.start - start, end=span.end - start) for span in work]
@@ -125,9 +117,9 @@ def run_turns(plan: Plan, model: ModelConfig, batches: int) -> list[list[Span]]:
         spans: list[Span] = []
         for _ in range(batches):
             engine.step(batch)
-            spans += spans_of(engine)
+            spans += engine.spans
         if not plan.flushes:
             engine.synchronize()  # empties the pipeline
-            spans += spans_of(engine)
+            spans += engine.spans
         rounds.append(spans)
     return rounds[_WARMUP:]

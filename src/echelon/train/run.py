@@ -1,24 +1,230 @@
-"""A run while it is trained: its folder, its logbook, and a function that shows events."""
+"""A run while it is trained: its folder, its logbook, and a function that shows events.
+
+The logbook keeps the events of a training in its run folder and, if installed, for TensorBoard.
+"""
 
 import fcntl
 import os
 import platform
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from echelon import __version__
+from echelon.engine.audit import AuditResult
 from echelon.errors import UserError
 from echelon.launching import host_work
-from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
+from echelon.train.charts import Series, line_chart, side_by_side
+from echelon.train.events import (
+    METRICS,
+    Audited,
+    Evaluated,
+    Event,
+    GateLoad,
+    Noted,
+    Restarting,
+    RolledBack,
+    Sampled,
+    Started,
+    Starting,
+    Stepped,
+    count_rollbacks,
+    entry_of,
+    metrics_until,
+    metrics_with,
+    metrics_with_rollbacks,
+    read_metrics,
+)
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.logbook import Logbook
 from echelon.train.runs.preempted import Preempted
-from echelon.train.runs.run_folder import RunFolder, explain_os_errors
+from echelon.train.runs.run_folder import FINISHED, PREEMPTED, RunFolder, explain_os_errors
+
+
+class Logbook:
+    """Takes every event, in order; `close` draws the loss, `summary` has the results.
+
+    Of a run that goes on, it begins with what the folder has.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._steps: list[Stepped]
+        self._evaluations: list[Evaluated]
+        self._started: Started | None = None
+        self._audit: tuple[AuditResult, ...] = ()
+        self._metrics = folder.path / METRICS
+        self._board = _tensorboard(folder)
+        self._read()
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+                self._cut(event.after_step)
+                self._fill(metrics_with(self._metrics, event.lines))
+                self._fill(metrics_with_rollbacks(self._metrics, event.rollbacks))
+            case Audited():
+                self._audit = event.results
+            case Stepped():
+                self._steps.append(event)
+                self._line(event)
+                self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
+                for gate in event.experts:
+                    self._scalars(event.step, **{f"entropy/{gate.gate}": gate.entropy})
+            case Evaluated():
+                self._evaluations.append(event)
+                self._line(event)
+                self._scalars(event.step, validation_loss=event.loss)
+                if event.accuracy is not None:
+                    self._scalars(event.step, validation_accuracy=event.accuracy)
+            case RolledBack():
+                self._cut(event.step)
+                self._num_rollbacks = event.number
+                self._line(event)
+            case Sampled():
+                self._folder.write("sample.txt", event.text + "\n")
+
+    @property
+    def has_started(self) -> bool:
+        """True if ranks began to train: before that there is nothing to keep."""
+        return self._started is not None
+
+    @property
+    def last_step(self) -> int:
+        return self._steps[-1].step if self._steps else 0
+
+    def close(self) -> None:
+        """Draw the loss of the steps that there are."""
+        if self._steps:
+            marks: dict[str, Sequence[Stepped | Evaluated]] = {
+                "training": self._steps,
+                "validation": self._evaluations,
+            }
+            series = [Series(n, [e.step for e in of], [e.loss for e in of]) for n, of in marks.items() if of]
+            unit = f"nats per {self._unit.removesuffix('s')}"
+            self._folder.write("loss.svg", line_chart(series, "Loss", "step", unit))
+            if self._steps[-1].experts:
+                self._folder.write("experts.svg", expert_picture(self._steps))
+        if self._board is not None:
+            with explain_os_errors(self._folder.path):
+                self._board.close()
+
+    def summary(self) -> dict[str, Any]:
+        """The results of a finished run, as plain values."""
+        steps = self._steps
+        usual = statistics.median(step.seconds for step in steps)
+        return {
+            "steps": len(steps),
+            "parameters": self._started.parameters if self._started else 0,
+            "first_loss": steps[0].loss,
+            "loss": steps[-1].loss,
+            "validation_loss": self._evaluations[-1].loss if self._evaluations else None,
+            "validation_accuracy": self._evaluations[-1].accuracy if self._evaluations else None,
+            "unit": self._unit,
+            "tokens": sum(step.tokens for step in steps),
+            "step_seconds": usual,
+            "tokens_per_second": steps[-1].tokens / usual,
+            "memory_bytes": max(step.memory_bytes for step in steps),
+            "skipped_steps": sum(step.skipped for step in steps),
+            "rollbacks": self._num_rollbacks,
+            "largest_expert_share": max((gate.largest_share for gate in steps[-1].experts), default=None),
+            "audit": [
+                {"name": each.name, "outcome": each.outcome, "reason": each.reason} for each in self._audit
+            ],
+        }
+
+    def _cut(self, step: int) -> None:
+        """Forget what came after `step`: it is trained again."""
+        self._steps = [event for event in self._steps if event.step <= step]
+        self._evaluations = [event for event in self._evaluations if event.step <= step]
+        if self._metrics.exists():
+            self._folder.write(METRICS, metrics_until(self._metrics, step))
+
+    def _fill(self, text: str | None) -> None:
+        """Write the file with lines that a process was killed before it wrote, if there are any."""
+        if text is not None:
+            self._folder.write(METRICS, text)
+            self._read()
+
+    def _read(self) -> None:
+        events = read_metrics(self._metrics)
+        self._steps = [event for event in events if isinstance(event, Stepped)]
+        self._evaluations = [event for event in events if isinstance(event, Evaluated)]
+        self._num_rollbacks = count_rollbacks(self._metrics)
+
+    def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
+        self._folder.append(METRICS, [entry_of(event)])
+
+    def _scalars(self, step: int, **values: float) -> None:
+        if self._board is None:
+            return
+        with explain_os_errors(self._folder.path):
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    @property
+    def _unit(self) -> str:
+        return self._started.unit if self._started else "tokens"
+
+
+def _tensorboard(folder: RunFolder) -> Any:
+    """A writer for TensorBoard, or None if it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    with explain_os_errors(folder.path):
+        return SummaryWriter(str(folder.path / "tensorboard"))
+
+
+# The picture of what gates did in a training: the share of each expert in the tokens, and the entropy.
+
+_MOST_LINES = 8  # experts that have a line each; of more, the largest, the median and the smallest
+_MOST_PANELS = 12  # gates that have a panel each; of more, some that are spread over the layers
+_MOST_POINTS = 200
+_WIDTH, _HEIGHT = 480, 280
+
+T = TypeVar("T")
+
+
+def expert_picture(steps: Sequence[Stepped]) -> str:
+    """One panel for each gate, and one for the entropy of all."""
+    steps = [step for step in _spread(steps, _MOST_POINTS) if step.experts]
+    gates = _spread(range(len(steps[0].experts)), _MOST_PANELS)
+    x = [step.step for step in steps]
+    panels = []
+    for gate in gates:
+        loads = [step.experts[gate] for step in steps]
+        series = [Series(name, x, y) for name, y in _shares(loads).items()]
+        panels.append(line_chart(series, loads[0].gate, "step", "share of tokens", _WIDTH, _HEIGHT))
+    names = {gate: steps[0].experts[gate].gate for gate in gates}
+    entropies = [Series(names[gate], x, [step.experts[gate].entropy for step in steps]) for gate in gates]
+    panels.append(line_chart(entropies, "Entropy of gates", "step", "nats", _WIDTH, _HEIGHT))
+    return side_by_side(panels, 2)
+
+
+def _shares(loads: Sequence[GateLoad]) -> dict[str, list[float]]:
+    """Lines by name: the part of the slots that each expert had in each step."""
+    shares = [[tokens / (sum(load.tokens) or 1.0) for tokens in load.tokens] for load in loads]
+    if len(shares[0]) <= _MOST_LINES:
+        return {f"{index}": list(line) for index, line in enumerate(zip(*shares, strict=True))}
+    in_order = [sorted(step) for step in shares]
+    middle = len(in_order[0]) // 2
+    places = {"largest": -1, "median": middle, "smallest": 0}
+    return {name: [step[place] for step in in_order] for name, place in places.items()}
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of the items, evenly spread, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
+
 
 Show = Callable[[Event], None]
 
@@ -44,12 +250,10 @@ class Run:
         self.show(event)
 
     def finish(self) -> dict[str, Any]:
-        with host_work(
-            "the picture of the loss"
-        ):  # under torchrun this is rank 0, and others may wait for it
+        with host_work("the picture of the loss"):  # rank 0 of torchrun, for which others may wait
             self.logbook.close()
         summary = {"run": str(self.folder.path), **self.logbook.summary()}
-        self.folder.mark("finished", {"summary": summary})
+        self.folder.mark(FINISHED, {"summary": summary})
         return summary
 
     def break_off(self, error: BaseException) -> None:
@@ -60,18 +264,15 @@ class Run:
         with suppress(UserError):  # a full disk must not hide the error
             self.logbook.close()
         if isinstance(error, Preempted):
-            self._preempt(error)
+            with suppress(UserError):
+                self.folder.mark(PREEMPTED, {"reason": str(error)})
+            saved = f"step {error.step} was the last, and is saved" if error.step else "no step was made"
+            error.add_note(f"{saved}; go on with: echelon train --resume {self.folder.path}")
             return
         self.folder.fail(f"{type(error).__name__}: {error}")
         last = self.logbook.last_step
         done = f"step {last} was the last" if last else "no step was made"
         error.add_note(f"{done}; the run is in {self.folder.path}")
-
-    def _preempt(self, error: Preempted) -> None:
-        with suppress(UserError):
-            self.folder.mark("preempted", {"reason": str(error)})
-        saved = f"step {error.step} was the last, and is saved" if error.step else "no step was made"
-        error.add_note(f"{saved}; go on with: echelon train --resume {self.folder.path}")
 
 
 @contextmanager
@@ -79,7 +280,10 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
     """A new run, or that in `path`. If anything is raised inside, it is marked as failed or preempted, or
     removed if it never began. `launch` names the processes that started the ranks, if that is torchrun.
     """
-    about = {**_about(job), "launch": list(launch)} if launch else _about(job)
+    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    about = {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
+    if launch:
+        about["launch"] = list(launch)
     folder = RunFolder.create(Path(job.out), job.name, about) if path is None else RunFolder(path)
     with locked(folder.path):
         if path is not None:
@@ -97,12 +301,6 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
         except BaseException as error:
             run.break_off(error)
             raise
-
-
-def _about(job: Job) -> dict[str, Any]:
-    """Return the entries of run.json at the start of a run."""
-    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
 
 
 # One process at a time trains in a run folder: a lock that the system releases when the process ends.

@@ -78,7 +78,10 @@ class LanguageTask:
         self.training, self.validation = make_batches(job, self._corpus)
         self.num_parameters = self.config.num_parameters
         self.data_name, self.data_size = self._corpus.name, self.training.tokens
-        self.num_validation_batches = _num_batches(self.validation, job.evaluate_batches)
+        most = DEFAULT_EVALUATE_BATCHES if job.evaluate_batches is None else job.evaluate_batches
+        self.num_validation_batches = (
+            min(most, self.validation.num_batches) if self.validation is not None else 0
+        )
 
     def build(self) -> Transformer:
         return build(self.config)
@@ -97,12 +100,6 @@ def sample(model: Transformer, corpus: Corpus) -> str:
     return corpus.decode(tokens) if corpus.decode is not None else " ".join(map(str, tokens.tolist()))
 
 
-def _num_batches(validation: Batches | None, most: int | None) -> int:
-    if validation is None:
-        return 0
-    return min(DEFAULT_EVALUATE_BATCHES if most is None else most, validation.num_batches)
-
-
 SAMPLE_IMAGES = 16
 
 
@@ -115,7 +112,7 @@ class ImageTask:
 
     def __init__(self, job: "Job") -> None:
         data = open_data(job)
-        self.config = model_config(job, data)
+        self.config = job.model.image_config(data.class_names)
         size, augment = self.config.image_size, job.data.augment is not False
         self.training = TrainingImages(data.training, job.batch, size, job.seed, augment)
         self.validation = ValidationImages(data.validation, job.batch, size) if len(data.validation) else None
@@ -165,11 +162,6 @@ def open_data(job: "Job") -> ImageData:
     )
 
 
-def model_config(job: "Job", data: ImageData) -> ImageConfig:
-    """The sizes of the model for the classes of the data."""
-    return job.model.image_config(data.class_names)
-
-
 Task = LanguageTask | ImageTask
 TASKS: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
 
@@ -178,7 +170,9 @@ def config_of(job: "Job") -> ModelConfig | ImageConfig:
     """The sizes of a job's model; of images, the classes are those of the data."""
     if job.task not in TASKS:
         raise UserError(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}")
-    return job.model.config() if job.task == "language" else model_config(job, open_data(job))
+    return (
+        job.model.config() if job.task == "language" else job.model.image_config(open_data(job).class_names)
+    )
 
 
 def open_task(job: "Job") -> Task:

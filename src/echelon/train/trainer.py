@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
 from echelon.launching import TRAINING_MODULES, join, preload
-from echelon.launching.torchrun import is_under_torchrun, when_ended
+from echelon.launching.torchrun import is_under_torchrun
+from echelon.launching.watch.watchdog import when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain, check
@@ -33,7 +34,7 @@ def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = F
     folder of a run to go on with. `elastic`: with fewer devices or ranks than the plan takes, its data degree
     shrinks.
     """
-    fit = fit_job if elastic else _as_it_is
+    fit = fit_job if elastic else lambda job: job
     check(fit(job))
     if is_under_torchrun():
         return _train_among_peers(job, fit(job), show, resume)
@@ -43,14 +44,10 @@ def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = F
         return run.finish()
 
 
-def _as_it_is(job: Job) -> Job:
-    return job
-
-
 def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -> dict[str, Any]:
     """Under torchrun rank 0 keeps the logbook; the others only train."""
     join()
-    launch = this_launch()
+    launch = list(agree_on_every_rank(_agent, lambda agents: sorted(set(agents))))  # the agents of all ranks
     runs: list[Run] = []
 
     def open_on_rank_0() -> tuple[str, dict[str, Any] | None]:
@@ -72,17 +69,12 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
         stack.enter_context(memory_of_rank(fitted, folder))
         if summary is not None:
             return dict(summary) if dist.get_rank() == 0 else {}
-        if dist.get_rank() == 0:
-            when_ended(runs[0].folder.fail)
-            _raise_preempted(train_rank(fitted, folder, runs[0].take))
-            return runs[0].finish()
-        _raise_preempted(train_rank(fitted, folder, show))
-        return {}
-
-
-def _raise_preempted(step: int | None) -> None:
-    if step is not None:
-        raise Preempted(step)
+        for run in runs:  # on rank 0, one
+            when_ended(run.folder.fail)
+        step = train_rank(fitted, folder, runs[0].take if runs else show)
+        if step is not None:
+            raise Preempted(step)
+        return runs[0].finish() if runs else {}
 
 
 # Which run the ranks of torchrun train: after a restart (--max-restarts), the one that they trained before.
@@ -95,11 +87,6 @@ class LaunchedRun(NamedTuple):
     summary: dict[str, Any] | None
 
 
-def this_launch() -> list[str]:
-    """The agents of all ranks; every rank must call this."""
-    return list(agree_on_every_rank(_agent, lambda agents: sorted(set(agents))))
-
-
 def run_of_launch(job: Job, launch: Sequence[str]) -> LaunchedRun | None:
     """The newest run that one of these agents has begun. Not one that has finished, of another job or of this
     very process: that trains once more."""
@@ -109,16 +96,13 @@ def run_of_launch(job: Job, launch: Sequence[str]) -> LaunchedRun | None:
         about = read_about(path) or {}
         agents = about.get("launch")
         if isinstance(agents, list) and set(launch) & {str(each) for each in agents}:
-            return _launched(job, path, about)
+            if about.get("state") != FINISHED:
+                return LaunchedRun(path, None)
+            is_other = about.get("job") != json.loads(json.dumps(as_plain(job)))
+            is_own = about.get("pid") == os.getpid()
+            summary = about.get("summary")
+            return None if is_other or is_own or not isinstance(summary, dict) else LaunchedRun(path, summary)
     return None
-
-
-def _launched(job: Job, path: Path, about: dict[str, Any]) -> LaunchedRun | None:
-    if about.get("state") != FINISHED:
-        return LaunchedRun(path, None)
-    is_same = about.get("job") == json.loads(json.dumps(as_plain(job))) and about.get("pid") != os.getpid()
-    summary = about.get("summary")
-    return LaunchedRun(path, summary) if is_same and isinstance(summary, dict) else None
 
 
 def _agent() -> str:

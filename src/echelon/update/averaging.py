@@ -17,12 +17,12 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.buffer_layout import portions
 from echelon.errors import UserError
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import AVERAGE, LocalParameter
 from echelon.update.numbers import Flag
-from echelon.update.precision.flat_memory import portions
 from echelon.update.precision.stepper import Stepper
 
 _PORTION = 16 * 2**20  # bytes of float32 copies of weights that are coarser than their averages
@@ -130,7 +130,6 @@ class WeightAverages:
             sharing.share_first_weights()
 
     def check_hidden(self) -> None:
-        """Refuse what must not work on averages."""
         if self.is_shown:
             raise UserError(
                 "inside `with engine.averaged()` the weights are their averages, for evaluate, forward, "
@@ -140,8 +139,7 @@ class WeightAverages:
 
 
 def average_dtype(weight: Tensor) -> torch.dtype:
-    """Return the type of a weight's average: one of few bits would stand still, since 0.0001 of a difference
-    rounds to nothing."""
+    """Return the type of a weight's average: in few bits, 0.0001 of a difference would round to nothing."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
@@ -152,25 +150,22 @@ def average_bytes(local: Iterable[LocalParameter]) -> int:
 
 def move(averages: Sequence[Tensor], weights: Sequence[Tensor], rate: float, skip: Flag) -> None:
     """Move averages towards weights by `rate` of the difference, unless `skip`."""
-    if isinstance(skip, Tensor):
-        by_element = partial(move_on_device, rate=rate, skip=skip)
-    elif skip:
-        return
-    else:
-        by_element = partial(_move_on_host, rate=rate)
+
+    def by_element(averages: list[Tensor], weights: list[Tensor]) -> None:
+        if isinstance(skip, Tensor):
+            move_on_device(averages, weights, rate, skip)
+        elif not skip:
+            torch._foreach_lerp_(averages, weights, rate)
+
     pairs = list(zip(averages, weights, strict=True))
     same = [(average, weight) for average, weight in pairs if average.dtype == weight.dtype]
     if same:
         by_element(*map(list, zip(*same, strict=True)))
     coarse = [(average, weight) for average, weight in pairs if average.dtype != weight.dtype]
-    for portion in portions(coarse, [average.nbytes for average, _ in coarse], _PORTION):
+    for portion in portions(coarse, lambda pair: pair[0].nbytes, _PORTION):
         by_element(
             [average for average, _ in portion], [weight.to(average.dtype) for average, weight in portion]
         )
-
-
-def _move_on_host(averages: list[Tensor], weights: list[Tensor], rate: float) -> None:
-    torch._foreach_lerp_(averages, weights, rate)
 
 
 def move_on_device(averages: list[Tensor], weights: list[Tensor], rate: float, skip: Tensor) -> None:

@@ -16,6 +16,7 @@ from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.update.optim.local import begin_like
 from echelon.update.optim.needs import inner_optimizers
+from echelon.update.optim.optimizer_state import owner_of
 from echelon.update.optim.sum_optimizer import SumOptimizer
 
 
@@ -55,7 +56,9 @@ def _errors(
         if not isinstance(sharing, SingleReplica):
             continue
         names: dict[Tensor, str] = {p: name for name, p in sharing.parameter_set.trained}
-        for weight in _sparse_weights(local):
+        modules = (inner for outer in local.modules for inner in outer.modules())
+        tables = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        for weight in [table.weight for table in tables if table.sparse]:
             if weight in names and weight in refused:
                 yield (
                     f"{names[weight]} is of an embedding with sparse=True, and the update needs all "
@@ -63,31 +66,20 @@ def _errors(
                 )
 
 
-def _sparse_weights(local: LocalStages) -> list[Tensor]:
-    modules = (inner for outer in local.modules for inner in outer.modules())
-    tables = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return [table.weight for table in tables if table.sparse]
-
-
 def check_gradient(optimizer: torch.optim.Optimizer, name: str, updated: nn.Parameter, grad: Tensor) -> None:
     """Raise if the optimizer cannot take `grad` for `updated`, which is (of) the parameter `name`."""
-    for each in inner_optimizers(optimizer):
-        for group in each.param_groups:
-            if any(parameter is updated for parameter in group["params"]):
-                _check(each, group, name, updated, grad)
-
-
-def _check(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], name: str, updated: nn.Parameter, grad: Tensor
-) -> None:
-    if isinstance(optimizer, SumOptimizer):
-        optimizer.check(updated, grad)
+    owner = owner_of(optimizer, updated)
+    if owner is None:
+        return
+    inner, group = owner
+    if isinstance(inner, SumOptimizer):
+        inner.check(updated, grad)
     elif grad.is_sparse:  # all take dense ones
         try:
-            _try_on_copy(optimizer, group, updated, grad)
+            _try_on_copy(inner, group, updated, grad)
         except RuntimeError as error:
             raise UserError(
-                f"optimizer {type(optimizer).__name__}: {name} has a sparse gradient, which it does not take "
+                f"optimizer {type(inner).__name__}: {name} has a sparse gradient, which it does not take "
                 f"({error}); set sparse=False in the embedding, or use torch.optim.SGD"
             ) from error
 
@@ -95,7 +87,6 @@ def _check(
 def _try_on_copy(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], updated: nn.Parameter, grad: Tensor
 ) -> None:
-    """Let the optimizer update a copy, and forget it."""
     copy = nn.Parameter(updated.detach().clone())
     copy.grad = grad.to(copy.dtype, copy=True)
     groups, state = optimizer.param_groups, optimizer.state

@@ -168,7 +168,6 @@ class HostCopy:
         return self._copied is None or self._copied.query()
 
     def wait(self) -> list[float]:
-        """The values, as soon as they are there."""
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._host.tolist()

@@ -156,7 +156,6 @@ def _key(boxes: LocalBoxes, layers: LayerSharding, mesh: Mesh) -> str:
 
 
 def _exchange(boxes: Mapping[str, LocalBoxes], mesh: Mesh) -> list[_Held]:
-    """Return the boxes that each rank of the stage holds."""
     owned = [
         OwnedSlice(box._replace(name=key), each.local.tensor)
         for key, each in boxes.items()

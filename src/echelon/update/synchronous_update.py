@@ -14,7 +14,15 @@ from echelon.parallel.data.gradients import squared_norm
 from echelon.parallel.data.sharing import Problem
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
-from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
+from echelon.state.ownership import (
+    LocalParameter,
+    OwnedSlice,
+    Slice,
+    own_counter,
+    own_run,
+    own_state,
+    whole_slice,
+)
 from echelon.update.averaging import WeightAverages
 from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, loss_and_count, scale
 from echelon.update.optim.learning_rate import LearningRate
@@ -213,7 +221,7 @@ class SynchronousUpdate(Update):
         counters: dict[str, Number] = {"normaliser": 0.0 if self._last_count is None else self._last_count}
         if self.loss_scaling is not None:
             counters |= self.loss_scaling.counters()
-        return [*owned, *(_own_counter(part, value) for part, value in counters.items())]
+        return [*owned, *(own_counter(part, value) for part, value in counters.items())]
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         return self.stepper.updated_tensors()
@@ -326,10 +334,6 @@ def _boxes(like: Tensor, *, slices: Sequence[Slice], in_whole: InWhole) -> list[
 def _check_unchanged(*, loses_change: bool) -> None:
     if loses_change:
         raise UserError(Problem.LOST_CHANGE.value)
-
-
-def _own_counter(part: str, value: Number) -> OwnedSlice:
-    return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value).double())
 
 
 def _on_device(number: Number, like: Tensor) -> Tensor:

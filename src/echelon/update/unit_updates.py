@@ -8,7 +8,7 @@ The first step is rehearsed (rehearsal.py): its passes run once without updates,
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +85,8 @@ class UnitUpdates:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class _Flipped(NamedTuple):
-    """Weights of a unit, and what is around a change of them; not its gradients, which would stay."""
-
-    present: Callable[[], AbstractContextManager[None]]
-    weights: list[nn.Parameter]
+# What is around a change of a unit's weights, and these; not its gradients, which would stay.
+_Flipped = tuple[Callable[[], AbstractContextManager[None]], list[nn.Parameter]]
 
 
 @final
@@ -107,14 +104,14 @@ class Rehearsal:
         weights = with_gradients(unit.local)
         for weight in weights:
             flip_bits(weight)
-        self._flipped.append(_Flipped(unit.present, weights))
+        self._flipped.append((unit.present, weights))
 
     def restore(self) -> None:
         """The passes are over: all weights are what they were."""
         while self._flipped:
-            flipped = self._flipped.pop()
-            with flipped.present():
-                for weight in flipped.weights:
+            present, weights = self._flipped.pop()
+            with present():
+                for weight in weights:
                     flip_bits(weight)
 
 

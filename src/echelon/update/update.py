@@ -69,8 +69,7 @@ class Update(ABC):
 
     @property
     def skips(self) -> Flag:
-        """After `norm`: whether `step` changes no weight. A tensor is on the device, and to read it is to
-        wait."""
+        """After `norm`: whether `step` changes no weight. To read a tensor is to wait for the device."""
         return self.refuses
 
     @property

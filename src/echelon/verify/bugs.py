@@ -8,12 +8,13 @@ docs/verify.md; `inject_bug` has their names. Those of sums between ranks are in
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from echelon.collectives import CompletedWork, Group, Handle, Ledger, Work
+from echelon.collectives import CompletedWork, Group, Ledger, Work
 from echelon.engine import Engine
 from echelon.engine.step.runtime.flight import MicrobatchLoss
 from echelon.memory.recompute.segment import RecomputedLayer
@@ -37,9 +38,9 @@ class Message(NamedTuple):
 Change = Callable[[Message], Work]  # takes the place of the message's `begin`
 
 
-def replace_method(owner: object, name: str, make: Callable[[Any], Any]) -> None:
-    """`make` is given the method, and returns what is called instead."""
-    setattr(owner, name, make(getattr(owner, name)))
+def replace_method(owner: object, name: str, instead: Callable[..., Any]) -> None:
+    """`instead` is called with the method, and then with its arguments."""
+    setattr(owner, name, partial(instead, getattr(owner, name)))
 
 
 def is_in_backward() -> bool:
@@ -55,60 +56,50 @@ def alter(
         return False
     asked = _asked_subjects(group.ledger)
 
-    def make(do: Callable[..., Handle]) -> Callable[..., Handle]:
-        def do_altered(
-            name: str, traffic: Any, wait: bool, begin: Any, *tensors: Tensor, **options: Any
-        ) -> Handle:
-            is_meant = asked[-1:] == [subject] and operation in (None, name)
-            if is_meant and tensors[0].is_floating_point() and (is_in_backward() or not in_backward):
-                message = Message(group, begin, tensors, options.get("rows"))
-                return do(name, traffic, wait, lambda: change(message), *tensors, **options)
-            return do(name, traffic, wait, begin, *tensors, **options)
+    def do_altered(
+        do: Any, name: str, traffic: Any, wait: bool, begin: Any, *tensors: Tensor, **options: Any
+    ) -> Any:
+        is_meant = asked[-1:] == [subject] and operation in (None, name)
+        if is_meant and tensors[0].is_floating_point() and (is_in_backward() or not in_backward):
+            message = Message(group, begin, tensors, options.get("rows"))
+            return do(name, traffic, wait, lambda: change(message), *tensors, **options)
+        return do(name, traffic, wait, begin, *tensors, **options)
 
-        return do_altered
-
-    replace_method(group, "_do", make)
+    replace_method(group, "_do", do_altered)
     return True
 
 
 def _asked_subjects(ledger: Ledger) -> list[str]:
-    """The subjects that the code around a message names, the innermost last. The ledger itself may be told to
-    enter all of them under another one, as audits do."""
+    """The subjects that the code around a message names, innermost last. (An audit's ledger has another.)"""
     asked: list[str] = []
 
-    def make(about: Callable[[str], Any]) -> Callable[[str], Any]:
-        @contextmanager
-        def remember(subject: str) -> Iterator[None]:
-            asked.append(subject)
-            try:
-                with about(subject):
-                    yield
-            finally:
-                asked.pop()
+    @contextmanager
+    def remember(about: Callable[[str], Any], subject: str) -> Iterator[None]:
+        asked.append(subject)
+        try:
+            with about(subject):
+                yield
+        finally:
+            asked.pop()
 
-        return remember
-
-    replace_method(ledger, "about", make)
+    replace_method(ledger, "about", remember)
     return asked
 
 
 def lose(message: Message) -> Work:
     """Nothing is sent. Each rank goes on with its own part of a sum; what was to be gathered stays as it was,
     and of rows only this rank's own come."""
+    rank = message.group.rank
     if message.rows is not None:
-        _take_own_rows(message, *message.rows)
+        # A rank's rows to itself lie behind those to earlier ranks, and come behind those from them.
+        (incoming, outgoing), (coming, sent) = message.tensors, message.rows
+        to, start = sum(coming[:rank]), sum(sent[:rank])
+        incoming.zero_()
+        incoming[to : to + coming[rank]] = outgoing[start : start + sent[rank]]
     elif len(message.tensors) == 2 and message.tensors[0].numel() < message.tensors[1].numel():
         part, whole = message.tensors
-        part.copy_(whole.view(message.group.size, -1)[message.group.rank].view_as(part))
+        part.copy_(whole.view(message.group.size, -1)[rank].view_as(part))
     return CompletedWork()
-
-
-def _take_own_rows(message: Message, coming: list[int], sent: list[int]) -> None:
-    """A rank's rows to itself lie behind those to earlier ranks, and come behind those from them."""
-    (incoming, outgoing), rank = message.tensors, message.group.rank
-    to, start = sum(coming[:rank]), sum(sent[:rank])
-    incoming.zero_()
-    incoming[to : to + coming[rank]] = outgoing[start : start + sent[rank]]
 
 
 def then(act: Callable[[Message], None]) -> Change:
@@ -125,39 +116,30 @@ def then(act: Callable[[Message], None]) -> Change:
 def take_mean_of_means(engine: Engine) -> bool:
     """Each loss is divided by its own count, and the sum by how many losses there are."""
 
-    def make(loss: Callable[..., MicrobatchLoss]) -> Callable[..., MicrobatchLoss]:
-        def mean_loss(*args: Any) -> MicrobatchLoss:
-            total, count, normaliser = loss(*args)
-            count = torch.as_tensor(count)
-            return MicrobatchLoss(
-                total / torch.where(count == 0, 1, count), (count != 0).double(), normaliser
-            )
+    def mean_loss(loss: Callable[..., MicrobatchLoss], *args: Any) -> MicrobatchLoss:
+        total, count, normaliser = loss(*args)
+        count = torch.as_tensor(count)
+        return MicrobatchLoss(total / torch.where(count == 0, 1, count), (count != 0).double(), normaliser)
 
-        return mean_loss
-
-    replace_method(engine._runner.losses, "of", make)
+    replace_method(engine._runner.losses, "of", mean_loss)
     return True
 
 
 def roll_targets(engine: Engine) -> bool:
     """Targets are made of a rank's own part of the tokens: at its end, the next token is its first one."""
 
-    def make(take_part: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def take_rolled(batch: Any) -> Any:
-            part = take_part(batch)
-            values: Tensor = part.targets.values
-            rolled = torch.where(values == IGNORED_TARGET, values, part.inputs.roll(-1, 1))
-            return part._replace(targets=part.targets._replace(values=rolled))
+    def take_rolled(take_part: Callable[[Any], Any], batch: Any) -> Any:
+        part = take_part(batch)
+        values: Tensor = part.targets.values
+        rolled = torch.where(values == IGNORED_TARGET, values, part.inputs.roll(-1, 1))
+        return part._replace(targets=part.targets._replace(values=rolled))
 
-        return take_rolled
-
-    replace_method(engine._runner._layers, "take_part", make)
+    replace_method(engine._runner._layers, "take_part", take_rolled)
     return True
 
 
 def sum_whole_logits(engine: Engine) -> bool:
-    """The sum over the vocabulary is added up over ranks, as if each had not all of it already: every loss is
-    larger by the logarithm of their number."""
+    """Ranks add up their sums over the vocabulary, which are whole: losses grow by the logarithm of ranks."""
 
     def multiply(message: Message) -> None:
         (numbers,) = message.tensors
@@ -177,7 +159,7 @@ def multiply_auxiliary(engine: Engine) -> bool:
     balance = engine._balance
     if balance is None or not balance.has_loss:
         return False
-    replace_method(balance, "gradient", lambda gradient: lambda *given: gradient(*given) * engine.replicas)
+    replace_method(balance, "gradient", lambda gradient, *given: gradient(*given) * engine.replicas)
     return True
 
 
@@ -198,11 +180,8 @@ def keep_norms_apart(engine: Engine) -> bool:
 
 def count_first_shard(engine: Engine) -> bool:
     """Only the first rank counts its part of weights that are split over tensor ranks, and of experts."""
-    position = engine.mesh.position
-    for sharing in engine._local.sharings:
-        of = sharing.parameter_set
-        is_expert = of.name == "experts"
-        if (engine.mesh.group("expert").rank if is_expert else position.tensor) > 0:
+    for of in (sharing.parameter_set for sharing in engine._local.sharings):
+        if engine.mesh.group("expert" if of.name == "experts" else "tensor").rank > 0:
             vars(of)["uncounted"] = frozenset(of.parameters.values())
     return True
 
@@ -225,11 +204,8 @@ def _wrappers(engine: Engine, kind: type[W]) -> Iterator[W]:
 
 def count_positions_from_zero(engine: Engine) -> bool:
     """The positions of each rank's part of a sequence begin at 0."""
-
-    def positions(length: int, device: torch.device) -> Tensor:
-        return torch.arange(length, device=device)
-
-    replace_method(engine._runner._layers.view, "positions", lambda _: positions)
+    view = engine._runner._layers.view
+    replace_method(view, "positions", lambda _, length, device: torch.arange(length, device=device))
     return True
 
 
@@ -254,21 +230,16 @@ def weigh_norms_alike(engine: Engine) -> bool:
 def drop_again(engine: Engine) -> bool:
     """A layer that runs again for the backward pass draws new dropout masks."""
 
-    def make(wrapper: RecomputedLayer) -> Callable[..., Any]:
-        inner = wrapper.inner
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            position = current()
-            if position is None or not is_in_backward():
-                return inner(*args, **kwargs)
-            with restore(replace(position, seed=position.seed + 1)):
-                return inner(*args, **kwargs)
-
-        return call
+    def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        position = current()
+        if position is None or not is_in_backward():
+            return inner(*args, **kwargs)
+        with restore(replace(position, seed=position.seed + 1)):
+            return inner(*args, **kwargs)
 
     layers = list(_wrappers(engine, RecomputedLayer))
     for layer in layers:
-        layer._next = make(layer)
+        layer._next = partial(call, layer.inner)
     return bool(layers)
 
 
@@ -286,5 +257,5 @@ def route_padding(engine: Engine) -> bool:
     """Gates count what was added at the end of a sequence, so that ranks share it evenly, as its tokens."""
     gates = [] if engine._balance is None else list(engine._balance._here)
     for gate in gates:
-        replace_method(gate.positions, "is_true", lambda _: lambda _: None)
+        replace_method(gate.positions, "is_true", lambda *_: None)
     return bool(gates)

@@ -27,7 +27,7 @@ from echelon.plan import AUTO, Plan
 from echelon.state.assembly import assemble
 from echelon.state.ownership import MASTER
 from echelon.verify.case import Case
-from echelon.verify.inject_bug import Bug, check_bug, inject, unaudited
+from echelon.verify.inject_bug import Bug, check_bug, inject
 from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision, rounding_of
 from echelon.verify.reference import TrainingResult, train_on_one_device
 from echelon.verify.replay import replay, train_by_formula
@@ -194,7 +194,9 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
 
 def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
     """As `train_rank`, with the engine still open."""
-    engine, dtype = make_engine(case if bug is None else unaudited(case), plan), DTYPES[plan.precision]
+    if bug is not None:  # which the contract is to find by itself
+        case = dataclasses.replace(case, options=case.options | {"audit": "off"})
+    engine, dtype = make_engine(case, plan), DTYPES[plan.precision]
     if bug is not None:
         inject(bug, engine, silently=True)
     with case.without_casts(dtype):
@@ -287,8 +289,7 @@ def _reference(
     dtype: torch.dtype,
     overflows: Collection[tuple[int, int]] = (),
 ) -> tuple[TrainingResult, str]:
-    """Return the training that a plan is compared with, in `dtype`, and its name. `overflows`: what it
-    skips."""
+    """Return the training to compare a plan with, in `dtype`, and its name. `overflows`: what it skips."""
     if plan.sync == "async" and plan.staleness > 0:
         return replay(result.log, case, plan.data, dtype=dtype), LOG
     if not plan.flushes:

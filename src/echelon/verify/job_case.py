@@ -4,7 +4,6 @@ A shorter sequence and a smaller batch than the job trains with run the same cod
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -42,15 +41,18 @@ def _open(job: Job) -> Task:
 
 
 def case_of(job: Job, plan: Plan, steps: int) -> Case:
-    """The case of `job` under `plan`; refused here, not in a rank, where the corpus or the memory is too
-    small for it."""
+    """The case of `job` under `plan`; refused here, not in a rank, where corpus or memory are too small."""
     _refuse_small_memory(job, plan)
-    smaller = replace(job, batch=_num_samples(plan, drops=_sizes(job).dropout > 0))
+    # 8 samples or more, and one more than replicas and microbatches share evenly: means must be weighed.
+    # One more for each replica where asynchronous workers drop: they number samples as if all had as many.
+    parts, drops = plan.data * plan.microbatches, _sizes(job).dropout > 0 and plan.sync == "async"
+    smaller = replace(job, batch=parts * math.ceil(7 / parts) + (plan.data if drops else 1))
     if job.task == "language":
         smaller = replace(smaller, sequence=min(job.sequence_length, SEQUENCE))
     task = _open(smaller)
+    weights = job.model.weights
     return Case(
-        make_model=_model_maker(job, task.config),
+        make_model=partial(_build, task.config) if weights is None else partial(_load, task.config, weights),
         make_batch=JobBatches(smaller),
         loss=task.loss,
         make_optimizer=partial(make_optimizer, job.optimizer),
@@ -80,18 +82,9 @@ def _sizes(job: Job) -> ModelConfig | ImageConfig:
     return job.model.image_config() if job.task == "images" else job.model.config()
 
 
-def _model_maker(job: Job, config: ModelConfig | ImageConfig) -> Callable[[], nn.Module]:
-    if job.model.weights is not None:
-        return partial(load_hf if isinstance(config, ModelConfig) else load_image, job.model.weights)
-    if isinstance(config, ModelConfig):
-        return partial(build, config)
-    return partial(build_image, config)
+def _build(config: ModelConfig | ImageConfig) -> nn.Module:
+    return build(config) if isinstance(config, ModelConfig) else build_image(config)
 
 
-def _num_samples(plan: Plan, *, drops: bool = False) -> int:
-    """8 or more, and one more than replicas and microbatches share evenly: their means must be weighed.
-
-    One more for each replica where asynchronous workers drop: they number samples as if all had as many.
-    """
-    parts = plan.data * plan.microbatches
-    return parts * math.ceil(7 / parts) + (plan.data if drops and plan.sync == "async" else 1)
+def _load(config: ModelConfig | ImageConfig, weights: str) -> nn.Module:
+    return load_hf(weights) if isinstance(config, ModelConfig) else load_image(weights)

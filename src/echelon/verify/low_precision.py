@@ -44,8 +44,7 @@ _FLOAT32_ROUNDING = 2.0**-20  # of a number, by sums in another order: a few tim
 
 
 class Distance(NamedTuple):
-    """The distance of the plan from one device in its type, the distance of that from float32, and what is
-    allowed."""
+    """The distance of the plan from one device in its type, the distance of that from float32, the bound."""
 
     plan: float
     rounding: float
@@ -64,7 +63,6 @@ class Distance(NamedTuple):
         return math.inf if math.isnan(excess) else excess
 
     def to_dict(self) -> dict[str, float | str]:
-        """Plain values, for JSON."""
         return {name: value if math.isfinite(value) else str(value) for name, value in self._asdict().items()}
 
     def __str__(self) -> str:
@@ -113,7 +111,6 @@ class LowPrecisionVerdict:
 
     @property
     def distances(self) -> dict[str, Distance]:
-        """All that was measured, by name."""
         groups = {f"all {kind}": distance for kind, distance in self.groups.items()}
         return groups | self.tensors | self.numbers
 
@@ -131,7 +128,6 @@ class LowPrecisionVerdict:
         return sum(not distance.holds for distance in self.distances.values()) + len(self.rank_differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         name, worst = self.worst
         return {
             "plan": str(self.plan),
@@ -178,7 +174,10 @@ def compare_low_precision(
     unit = max(rounding_of(ran.precision), optimizer_rounding)
     near = (exact, *disturbed)
     plan_norms, samples = _measure(results[0], rounded, start), [_measure(rounded, n, start) for n in near]
-    plan_norms |= dict.fromkeys(_mismatches(results[0], rounded), _FAR)
+    firsts, seconds = named_tensors(results[0]), named_tensors(rounded)
+    common = firsts.keys() & seconds.keys()
+    unlike = {name for name in common if not is_alike(firsts[name], seconds[name])}
+    plan_norms |= dict.fromkeys(sorted((firsts.keys() ^ seconds.keys()) | unlike), _FAR)
     kinds: dict[str, list[str]] = {}
     for name in plan_norms:
         kinds.setdefault(_kind(name, start), []).append(name)
@@ -188,8 +187,10 @@ def compare_low_precision(
         plan = _combine(plan_norms[name] for name in names)
         groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding, unit), plan.resolution))
         for name in names:
-            own = max(norms.get(name, _NEAR).distance for norms in samples)
-            tensors[name] = _tensor_distance(plan_norms[name], own, rounding, unit)
+            # A tensor may be small: chance moves its distances more than those of its kind.
+            own, measured = max(norms.get(name, _NEAR).distance for norms in samples), plan_norms[name]
+            allowed = 4 * _allowed(max(own, rounding), unit) if own else 0.0
+            tensors[name] = Distance(measured.distance, own, max(allowed, measured.resolution))
     drift = _bounded_drift(groups, steps, ran.precision)
     numbers = _number_distances(results[0], rounded, near, against, unit, drift)
     return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
@@ -201,8 +202,7 @@ def rounding_of(precision: str) -> float:
 
 
 def _bounded_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> float:
-    """Return how far rounding has driven the training apart; refuse a comparison in which that is as large as
-    a bug.
+    """Return how far rounding has driven the training apart; refuse it where that is as large as a bug.
 
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.
     """
@@ -224,26 +224,17 @@ def _kind(name: str, start: Mapping[str, Tensor]) -> str:
 
 
 def _origin(name: str, start: Mapping[str, Tensor]) -> Tensor:
-    """Return the values from which training began: of a weight or its master the start, of optimizer state
-    zero."""
+    """Return the values from which training began: the start of a weight or its master, else zero."""
     weight = start.get(name.removesuffix(f" {MASTER}"))
     return torch.zeros(()) if weight is None else _real(weight)
 
 
 def _allowed(rounding: float, unit: float) -> float:
-    """Return the allowed distance of many elements together: three times what rounding does, and four
-    roundings of a number (`unit`).
+    """Allow many elements together three times what rounding does, and four roundings of a number (`unit`).
 
     What rounding does not change, like counters and frozen weights, the plan may not change either.
     """
     return 3 * rounding + 4 * unit if rounding else 0.0
-
-
-def _tensor_distance(plan: _Norms, rounding: float, group: float, unit: float) -> Distance:
-    """Return the allowed distance of one tensor, which may be small: chance moves its distances more than
-    those of its kind."""
-    allowed = 4 * _allowed(max(rounding, group), unit) if rounding else 0.0
-    return Distance(plan.distance, rounding, max(allowed, plan.resolution))
 
 
 def _number_distances(
@@ -254,9 +245,8 @@ def _number_distances(
     unit: float,
     drift: float,
 ) -> dict[str, Distance]:
-    """Return the allowed distance of each number of each step. Differences grow from step to step, and so
-    does what is allowed. By chance rounding changes a single number less than the training that it comes
-    from: by `drift`, after updates."""
+    """Differences of numbers grow from step to step, and so does what is allowed. By chance rounding changes
+    a single number less than the training that it comes from: by `drift`, after updates."""
     distances = {}
     plan_lists, rounded_lists, *near_lists = (number_lists(r, against) for r in (result, rounded, *near))
     for name, expected in rounded_lists.items():
@@ -268,20 +258,16 @@ def _number_distances(
             rounding = max(_scalar_distance(b, other) for other in others)
             largest = max(rounding, largest, min(drift, _MOST_BY_CHANCE) if step else 0.0)
             distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, 4 * largest)
-    return distances if against == LOG else distances | _scaling_distances(result, rounded)
-
-
-def _scaling_distances(result: TrainingResult, rounded: TrainingResult) -> dict[str, Distance]:
-    """The steps that only one of the two skipped, or that had another loss scale: both must be the same,
-    exactly. Asynchronous workers each have their own."""
-    compared = {
-        "skipped": zip(result.skipped, rounded.skipped, strict=True),
-        "loss_scale": zip(result.loss_scales, rounded.loss_scales, strict=True),
+    if against == LOG:  # asynchronous workers each have their own loss scale
+        return distances
+    exact: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        "skipped": (result.skipped, rounded.skipped),
+        "loss_scale": (result.loss_scales, rounded.loss_scales),
     }
-    unlike = [
-        f"{name} {step}" for name, pairs in compared.items() for step, (c, b) in enumerate(pairs) if c != b
-    ]
-    return dict.fromkeys(unlike, Distance(math.inf, 0.0, 0.0))
+    for name, both in exact.items():
+        unlike = [step for step, (c, b) in enumerate(zip(*both, strict=True)) if c != b]
+        distances |= {f"{name} {step}": Distance(math.inf, 0.0, 0.0) for step in unlike}
+    return distances
 
 
 def _scalar_distance(first: float, second: float) -> float:
@@ -309,11 +295,3 @@ def _measure(first: TrainingResult, second: TrainingResult, start: Mapping[str, 
 
 def _real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
-
-
-def _mismatches(first: TrainingResult, second: TrainingResult) -> list[str]:
-    """Names of tensors that only one has, or that have another shape or type."""
-    firsts, seconds = named_tensors(first), named_tensors(second)
-    common = firsts.keys() & seconds.keys()
-    unlike = {name for name in common if not is_alike(firsts[name], seconds[name])}
-    return sorted((firsts.keys() ^ seconds.keys()) | unlike)

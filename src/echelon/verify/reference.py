@@ -101,8 +101,7 @@ class ReferenceModel:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def loss(self, batch: Any, step: int, first_sample: int = 0) -> Any:
-        """Return the value of the loss function for samples of a step, from `first_sample` of its batch
-        on."""
+        """Return the loss function's value for samples of a step, from `first_sample` of its batch on."""
         with self._scope(step, batch, first_sample):
             return self._loss(batch)
 
@@ -124,8 +123,7 @@ class ReferenceModel:
             gate.seen = None
 
     def pop_gradients(self, scale: float = 1.0) -> list[Tensor | None]:
-        """The gradients of all parameters, in the type that the optimizer works in; of a loss times `scale`,
-        without that."""
+        """The gradients of all parameters in the optimizer's type, divided by the loss's `scale`."""
         gradients = [
             None if p.grad is None else p.grad.to(master.dtype) / scale
             for p, master in zip(self.parameters, self.masters, strict=True)
@@ -135,8 +133,7 @@ class ReferenceModel:
         return gradients
 
     def update(self, gradients: Sequence[Tensor | None], step: int) -> float:
-        """One optimizer step at the rate of `step`, clipped as the case says; returns the norm before
-        clipping."""
+        """One optimizer step at the rate of `step`, clipped as the case says; returns the unclipped norm."""
         schedule = self._case.options.get("schedule")
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base if schedule is None else base * schedule(step)
@@ -161,7 +158,6 @@ class ReferenceModel:
             master.copy_(parameter)
 
     def copy(self) -> list[Tensor]:
-        """A copy of the weights."""
         return [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
@@ -176,7 +172,18 @@ class ReferenceModel:
         self.model.eval()
         with torch.no_grad(), self._scope(EVALUATION, batch):
             evaluation = float(mean(self._loss(batch)))
-        state, masters = self._optimizer_state(), self._full_masters()
+        master_of = dict(zip(self.parameters, self.masters, strict=True))
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            entries: dict[str, Any] = self.optimizer.state.get(master_of.get(parameter, parameter), {})
+            state[name] = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+        masters: dict[str, Tensor] = {}
+        if self.masters is not self.parameters and self._keeps_masters:
+            masters = {
+                name: master_of[parameter].detach().clone()
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad
+            }
         return TrainingResult(weights, state, losses, grad_norms, evaluation, masters=masters)
 
     def _loss(self, batch: Any) -> Any:
@@ -197,20 +204,6 @@ class ReferenceModel:
             return self.model(**arguments), labels
         with self._case.without_casts(self._dtype):
             return self.model(**arguments), batch["labels"]
-
-    def _full_masters(self) -> dict[str, Tensor]:
-        if self.masters is self.parameters or not self._keeps_masters:
-            return {}
-        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return {name: master.detach().clone() for name, master in zip(names, self.masters, strict=True)}
-
-    def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        master_of = dict(zip(self.parameters, self.masters, strict=True))
-        state: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            entries: dict[str, Any] = self.optimizer.state.get(master_of.get(parameter, parameter), {})
-            state[name] = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-        return state
 
 
 def train_on_one_device(
@@ -282,8 +275,7 @@ def _gradients(reference: ReferenceModel, loss: Tensor, scale: float) -> list[Te
 
 
 def _is_close(reference: ReferenceModel, loss: Tensor, scale: float) -> bool:
-    """Return whether gradients are close to the largest number: a plan computes parts, and sums them in
-    float32."""
+    """Return whether gradients are near the largest number: a plan computes parts, and sums in float32."""
     smaller, larger = (_gradients(reference, loss, scale * factor) for factor in (1 / _CLOSE, _CLOSE))
     return is_finite(smaller) and not is_finite(larger)
 

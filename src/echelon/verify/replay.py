@@ -49,8 +49,7 @@ class Replay:
         self._versions.append(self._reference.copy())
 
     def result(self) -> TrainingResult:
-        """Return the result of the replay. Losses and norms of steps are each worker's own, so it has
-        none."""
+        """Return the result, without losses and norms of steps: these are each worker's own."""
         return self._reference.result([], [], self._batches[-1])
 
     def _gradients(self, entry: Push) -> tuple[list[Tensor | None], float]:
@@ -161,7 +160,6 @@ def _made_in(plan: Plan, step: int) -> set[tuple[int, int]]:
 
 
 def _stages(model: nn.Module, boundaries: list[int]) -> dict[nn.Parameter, int]:
-    """The stage of each parameter."""
     stages = split_model(model, boundaries).stages if boundaries else [model]
     return {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
 

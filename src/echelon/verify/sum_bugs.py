@@ -1,11 +1,11 @@
 """Bugs of gradients and weights on their way between ranks: sums that are left out, or scaled."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from echelon.collectives import CompletedWork, Group, Work
 from echelon.engine import Engine
-from echelon.parallel.data.reducer import Reducer
 from echelon.parallel.data.sharing import Sharing
 from echelon.verify.bugs import Change, Message, alter, lose, replace_method
 
@@ -14,17 +14,14 @@ def _scale(sharings: Iterable[Sharing], factor: float) -> bool:
     """Multiply gradients, after they are summed over replicas."""
     found = list(sharings)
 
-    def make(sharing: Sharing) -> Callable[[Any], Any]:
-        def reduce_and_scale(reduce: Callable[[], None]) -> None:
-            reduce()
-            for local in sharing.local_parameters():
-                if local.tensor.grad is not None:
-                    local.tensor.grad.mul_(factor)
-
-        return lambda reduce: lambda: reduce_and_scale(reduce)
+    def reduce_and_scale(sharing: Sharing, reduce: Callable[[], None]) -> None:
+        reduce()
+        for local in sharing.local_parameters():
+            if local.tensor.grad is not None:
+                local.tensor.grad.mul_(factor)
 
     for sharing in found:
-        replace_method(sharing, "reduce", make(sharing))
+        replace_method(sharing, "reduce", partial(reduce_and_scale, sharing))
     return bool(found)
 
 
@@ -47,25 +44,20 @@ def _experts(engine: Engine) -> list[Sharing]:
     return [each for each in engine._local.sharings if each.parameter_set.name == "experts"]
 
 
-def _alter_all(groups: Iterable[Group], subject: str, change: Change, operation: str | None = None) -> bool:
+def _alter_all(
+    groups: Iterable[Group], subject: str, change: Change = lose, operation: str | None = None
+) -> bool:
     altered = [alter(group, subject, change, operation=operation) for group in dict.fromkeys(groups)]
     return any(altered)
-
-
-def _lose_all(groups: Iterable[Group], subject: str, operation: str | None = None) -> bool:
-    return _alter_all(groups, subject, lose, operation)
 
 
 def skip_bucket(engine: Engine) -> bool:
     """The first gradient message of each step is not sent."""
     is_first = [True]
 
-    def start(start_step: Callable[[], None]) -> Callable[[], None]:
-        def start_first() -> None:
-            is_first[0] = True
-            start_step()
-
-        return start_first
+    def start(start_step: Callable[[], None]) -> None:
+        is_first[0] = True
+        start_step()
 
     def lose_first(message: Message) -> Work:
         sends, is_first[0] = not is_first[0], False
@@ -73,28 +65,26 @@ def skip_bucket(engine: Engine) -> bool:
 
     for sharing in engine._local.sharings:
         replace_method(sharing, "start_step", start)
-    groups = [group for each in engine._local.sharings for group in _groups(each)]
+    sets = [sharing.parameter_set for sharing in engine._local.sharings]
+    groups = [group for of in sets for group in (of.group, of.shard_groups.shard)]
     return _alter_all(groups, "gradients", lose_first)
-
-
-def _groups(sharing: Sharing) -> list[Group]:
-    """Return the groups over which the gradients of a set are summed, each of them or none."""
-    return [sharing.parameter_set.group, sharing.parameter_set.shard_groups.shard]
 
 
 def keep_copies_apart(engine: Engine) -> bool:
     """Gradients are summed over the ranks that shard a copy of the weights, and not over the copies."""
-    return _lose_all((each.parameter_set.shard_groups.copies for each in engine._local.sharings), "gradients")
+    return _alter_all(
+        (each.parameter_set.shard_groups.copies for each in engine._local.sharings), "gradients"
+    )
 
 
 def keep_sequences_apart(engine: Engine) -> bool:
     """Gradients are summed over replicas (here one), and not over the ranks that share a sequence."""
-    return _lose_all((each.parameter_set.group for each in engine._local.sharings), "gradients")
+    return _alter_all((each.parameter_set.group for each in engine._local.sharings), "gradients")
 
 
 def keep_experts_apart(engine: Engine) -> bool:
     """The gradients of experts are not summed over the ranks that hold the same ones."""
-    return _lose_all((each.parameter_set.group for each in _experts(engine)), "gradients")
+    return _alter_all((each.parameter_set.group for each in _experts(engine)), "gradients")
 
 
 def _shared_over(engine: Engine, *, ties: bool) -> list[Group]:
@@ -105,7 +95,7 @@ def _shared_over(engine: Engine, *, ties: bool) -> list[Group]:
 
 def keep_ties_apart(engine: Engine) -> bool:
     """The first and the last stage do not sum their gradients of a shared weight."""
-    return _lose_all(_shared_over(engine, ties=True), "tied gradients")
+    return _alter_all(_shared_over(engine, ties=True), "tied gradients")
 
 
 def mix_tied_parts(engine: Engine) -> bool:
@@ -122,7 +112,7 @@ def mix_tied_parts(engine: Engine) -> bool:
 
 def keep_norms_apart(engine: Engine) -> bool:
     """Gradients of weights that each tensor rank used on its part of a sequence are not summed."""
-    return _lose_all(_shared_over(engine, ties=False), "tied gradients")
+    return _alter_all(_shared_over(engine, ties=False), "tied gradients")
 
 
 def keep_inputs_apart(engine: Engine) -> bool:
@@ -134,35 +124,29 @@ def keep_inputs_apart(engine: Engine) -> bool:
 def keep_last_microbatch(engine: Engine) -> bool:
     """Each backward pass forgets the gradients of those before it."""
 
-    def make(sharing: Sharing) -> Callable[[Any], Any]:
-        def start(start_backward: Callable[..., None], options: Any) -> None:
-            for _, parameter in sharing.parameter_set.trained:
-                parameter.grad = None
-            start_backward(**options)
-
-        return lambda start_backward: lambda **options: start(start_backward, options)
+    def start(sharing: Sharing, start_backward: Callable[..., None], **options: Any) -> None:
+        for _, parameter in sharing.parameter_set.trained:
+            parameter.grad = None
+        start_backward(**options)
 
     for sharing in engine._local.sharings:
-        replace_method(sharing, "start_backward", make(sharing))
+        replace_method(sharing, "start_backward", partial(start, sharing))
     return True
 
 
 def keep_uses_apart(engine: Engine) -> bool:
     """A rank drops the gradient of what it has not used itself, though others have."""
 
-    def make(reducer: Reducer) -> Callable[[Any], Any]:
-        return lambda _: lambda _: set(reducer.used)
-
     reducers = [each.reducer for each in engine._local.sharings if each.reducer is not None]
     for reducer in reducers:
-        replace_method(reducer, "used_anywhere", make(reducer))
+        replace_method(reducer, "used_anywhere", partial(lambda own, *_: set(own.used), reducer))
     return bool(reducers)
 
 
 def keep_old_weights(engine: Engine) -> bool:
     """Ranks do not gather the weights that others have updated."""
     shards = (sharing.parameter_set.shard_groups.shard for sharing in engine._local.sharings)
-    return _lose_all(shards, "parameters", operation="all_gather")
+    return _alter_all(shards, "parameters", operation="all_gather")
 
 
 def lose_expert_rows(engine: Engine) -> bool:

@@ -53,8 +53,7 @@ class Verdict:
 
     @property
     def worst_by_kind(self) -> dict[str, tuple[str, float]]:
-        """By kind (weights, each optimizer state, loss, norm, evaluation), the value that differs the
-        most."""
+        """By kind (weights, an optimizer state, loss, norm, evaluation), the value that differs most."""
         worst: dict[str, tuple[str, float]] = {}
         for item in sorted([*self.tensors.items(), *self.numbers.items()], key=_severity):
             worst[kind_of(item[0])] = item
@@ -82,7 +81,6 @@ class Verdict:
         return sum(not gap <= self.tolerance for gap in [*self.tensors.values(), *self.numbers.values()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {
             "plan": str(self.plan),
             "against": self.against,
@@ -161,7 +159,10 @@ def tensor_gaps(result: TrainingResult, reference: TrainingResult) -> dict[str, 
 def number_gaps(result: TrainingResult, reference: TrainingResult, against: str) -> dict[str, float]:
     """The largest absolute difference of each kind of number."""
     actual, expected = number_lists(result, against), number_lists(reference, against)
-    return {name: _number_gap(actual[name], expected[name]) for name in actual}
+    return {
+        name: _gap(*(torch.tensor(numbers[name], dtype=torch.float64) for numbers in (actual, expected)))
+        for name in actual
+    }
 
 
 def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, float]:
@@ -174,7 +175,8 @@ def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, floa
     for rank, result in enumerate(results[1:], start=1):
         actual = named_tensors(result)
         for name in sorted(actual.keys() | expected.keys()):
-            if not _same(actual.get(name), expected.get(name)):
+            first, other = actual.get(name), expected.get(name)
+            if first is None or other is None or not torch.equal(first, other):
                 gaps[f"{name} on rank {rank}"] = math.inf
         if against != LOG and result.numbers != results[0].numbers:
             gaps[f"loss or grad_norm on rank {rank}"] = math.inf
@@ -217,7 +219,6 @@ def named_tensors(result: TrainingResult) -> dict[str, Tensor]:
 
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
-    """Return whether both have the same shape and type."""
     return first.shape == second.shape and first.dtype == second.dtype
 
 
@@ -227,11 +228,3 @@ def _gap(actual: Tensor | None, expected: Tensor | None) -> float:
     if actual.is_complex():
         actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
     return float((actual.double() - expected.double()).abs().max()) if actual.numel() else 0.0
-
-
-def _number_gap(actual: list[float], expected: list[float]) -> float:
-    return _gap(torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
-
-
-def _same(actual: Tensor | None, expected: Tensor | None) -> bool:
-    return actual is not None and expected is not None and torch.equal(actual, expected)

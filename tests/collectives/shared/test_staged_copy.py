@@ -64,6 +64,7 @@ def watch_reads(monkeypatch: pytest.MonkeyPatch, links: list[SimulatedLink], slo
     monkeypatch.setattr(staged_copy, "_reduce", watched_reduce)
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.slow_cases(
     "all_gather-0-1048578",
     "all_gather-1-1048578",

@@ -139,6 +139,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.quick_cases(60)
 @pytest.mark.parametrize("earlier", BATCHES)
 @pytest.mark.parametrize("now", BATCHES)
 @pytest.mark.parametrize("place", ["targets", "inputs"])

@@ -140,6 +140,7 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
+@pytest.mark.slow
 def test_a_loop_takes_the_memory_of_the_largest_tensor(warm_ranks: Callable[[int], Ranks]) -> None:
     for peaks in warm_ranks(8).run(read_all, "data=2 zero=3 tensor=2 pipeline=2 microbatches=2"):
         assert peaks.total > 15 * peaks.largest

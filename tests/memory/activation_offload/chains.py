@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import FETCH, STORE, PretendedBoundary
-from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offload import ActivationOffload, OffloadedLayer
+from echelon.memory.activation_offload.offloaded_storage import HostPool
 from echelon.memory.storages import weight_storages
 from echelon.nn.wrapping import Wrapping
 

@@ -4,7 +4,7 @@ import pytest
 
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import PretendedBoundary
-from echelon.memory.activation_offload.host_pool import HostPool, piece_size
+from echelon.memory.activation_offload.offloaded_storage import HostPool, piece_size
 
 
 @pytest.mark.parametrize(

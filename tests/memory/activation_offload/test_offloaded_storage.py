@@ -6,8 +6,8 @@ from torch import Tensor
 
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import PretendedBoundary
-from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offloaded_storage import (
+    HostPool,
     OffloadedStorage,
     SavedVersion,
     SharedPiece,

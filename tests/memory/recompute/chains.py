@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from echelon.memory.recompute.saved_inputs import WholeInputs
+from echelon.memory.recompute.saved_inputs import SavedInputs
 from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.memory.recompute.segment import Segment, SegmentSettings
 from echelon.nn.sequence import View
@@ -20,7 +20,7 @@ def settings(check: SecondRunCheck | None = None, view: View | None = None) -> S
         torch.device("cpu"),
         view or View(),
         check or SecondRunCheck(),
-        WholeInputs(),
+        SavedInputs(),
         lambda _: nullcontext(),
     )
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from echelon.memory.recompute.measured_layers import LayerMeasurement, SavedBytes
-from echelon.memory.recompute.saved_inputs import WholeInputs
+from echelon.memory.recompute.saved_inputs import SavedInputs
 
 CPU = torch.device("cpu")
 
 
 def measurement(*arguments: object, excluded: tuple[Tensor, ...] = ()) -> LayerMeasurement:
     storages = {tensor.untyped_storage()._cdata for tensor in excluded}
-    return LayerMeasurement("layer", arguments, WholeInputs(), storages, CPU)
+    return LayerMeasurement("layer", arguments, SavedInputs(), storages, CPU)
 
 
 def test_the_costs_of_two_layers_in_a_row() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.launching import Ranks
 from echelon.memory.recompute import saved_inputs
-from echelon.memory.recompute.saved_inputs import ArgumentName, ContiguousInputs, Slots, WholeInputs
+from echelon.memory.recompute.saved_inputs import ArgumentName, ContiguousInputs, SavedInputs, Slots
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.verify import assert_equal
 from tests.memory.recompute.chains import assert_same, recompute, settings, train, vectors
@@ -44,7 +44,7 @@ def test_slots_never_overlap_and_the_first_gap_is_used() -> None:
 
 
 def arena() -> ContiguousInputs:
-    return ContiguousInputs(torch.device("cpu"), WholeInputs())
+    return ContiguousInputs(torch.device("cpu"), SavedInputs())
 
 
 def hidden(value: float, samples: int = 4) -> Tensor:

@@ -16,7 +16,6 @@ from echelon.memory.recompute.saved_inputs import (
     ContiguousInputs,
     SavedInputs,
     SplitInputs,
-    WholeInputs,
 )
 from echelon.verify import assert_equal
 from tests.memory.recompute.chains import recompute, settings
@@ -39,7 +38,7 @@ def checkpoint_bytes(kind: str, samples: int) -> tuple[int, int, list[Tensor]]:
     group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4))).double()
-    inputs: SavedInputs = WholeInputs()
+    inputs = SavedInputs()
     if "contiguous" in kind:
         inputs = ContiguousInputs(torch.device("cpu"), inputs)
     if "split" in kind:
@@ -70,7 +69,7 @@ def test_each_rank_keeps_its_part_and_gathers_the_rest(warm_ranks: Warm, samples
 def taken_of_different() -> tuple[Tensor, bool]:
     """What a rank gets back of a tensor that other ranks do not have."""
     group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
-    inputs = SplitInputs(group, WholeInputs())
+    inputs = SplitInputs(group, SavedInputs())
     tensor = torch.full((4,), float(group.rank), requires_grad=True)
     argument = ArgumentName("layer 0", 0)
     is_whole = inputs.keeps_memory(tensor, argument)
@@ -86,7 +85,7 @@ def test_what_ranks_do_not_hold_alike_stays_whole(warm_ranks: Warm) -> None:
 def taken_after_zeros(*, is_own: bool) -> list[tuple[Tensor, bool]]:
     """Zeros on all ranks in the first call; then other values, which are each rank's own or the same."""
     group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
-    inputs, argument = SplitInputs(group, WholeInputs()), ArgumentName("layer 0", 0)
+    inputs, argument = SplitInputs(group, SavedInputs()), ArgumentName("layer 0", 0)
     values = torch.arange(1.0, 5.0) * (1 + group.rank * is_own)
     tensors = [each.requires_grad_() for each in (torch.zeros(4), values)]
     return [(inputs.keep(t, None, argument).take(), inputs.keeps_memory(t, argument)) for t in tensors]

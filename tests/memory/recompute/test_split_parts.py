@@ -10,9 +10,9 @@ from echelon.collectives import Ledger, RecordingGroup
 from echelon.memory.recompute.saved_inputs import (
     ArgumentName,
     ContiguousInputs,
+    SavedInputs,
     Slots,
     SplitInputs,
-    WholeInputs,
     _part,
 )
 
@@ -29,13 +29,13 @@ class Alike:
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
         self.num_calls += 1
-        whole.copy_(part.repeat(3))
-        whole[-1] += self._is_other
+        whole.view(-1).copy_(part.repeat(3))
+        whole.view(-1)[-1] += self._is_other
 
 
 def split(*, is_other: bool = False) -> tuple[SplitInputs, Alike]:
     group: Any = Alike(is_other=is_other)
-    return SplitInputs(group, WholeInputs()), group
+    return SplitInputs(group, SavedInputs()), group
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_slots_in_one_memory() -> None:
 
 
 def test_memory_grows_only_if_more_was_needed() -> None:
-    inputs = ContiguousInputs(torch.device("cpu"), WholeInputs())
+    inputs = ContiguousInputs(torch.device("cpu"), SavedInputs())
     hidden = torch.arange(100.0, requires_grad=True)
     kept = inputs.keep(hidden, None, ARGUMENT)
     assert (len(inputs.memory), inputs.kept_bytes(hidden, ARGUMENT)) == (0, 400)

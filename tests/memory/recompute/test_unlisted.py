@@ -21,11 +21,13 @@ def test_any_model_recomputes_its_units(model: Any) -> None:
     assert_equal(case(model), "recompute=full")
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_units_run_again_under_zero_3(model: Any) -> None:
     assert_equal(case(model), "data=2 zero=3 recompute=full")
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.slow_cases
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import nn
 
 from echelon.errors import UserError
 from echelon.models import build, from_hf_state, load_hf, preset, save_hf, save_hf_state, to_hf_state
+from echelon.models.blocks import Rotary
 from echelon.models.hf.config import config_to_hf
-from echelon.models.rotary import Rotary
 from tests.models.conftest import SMALL
 
 transformers = pytest.importorskip("transformers")

@@ -36,6 +36,7 @@ GATES: dict[str, Callable[[], Gate]] = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.slow_cases("hierarchical, two", "noisy, all")
 @pytest.mark.parametrize("name", GATES)
 def test_gradients_of_weights_and_losses(name: str) -> None:

@@ -31,6 +31,7 @@ def meta_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: twins.setdefault(id(t), t.detach().to("meta")) for name, t in state.items()}
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("kind", sorted(ADAPTED))
 def test_names_in_files_are_those_of_peft(kind: str) -> None:
     model = ADAPTED[kind]()
@@ -47,6 +48,7 @@ def test_adapters_of_a_model_without_peft_around_it_have_the_same_names() -> Non
     assert around["default"].keys() == inside["default"].keys()
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("kind", sorted(ADAPTED))
 def test_merged_layers_are_those_of_peft(kind: str) -> None:
     model: Any = ADAPTED[kind]()

@@ -24,6 +24,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.quick_cases(16)
 @pytest.mark.slow_cases(
     "bloom-eager-False",
     "deepseek_v2-eager-False",

@@ -59,6 +59,7 @@ def plain_weights(kind: str) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     "plan", ["offload=optimizer", "update=backward", "update=last-backward microbatches=2"]
 )

@@ -60,6 +60,7 @@ def write(model: Any, folder: Path) -> None:
     write_folder(folder, entries, layout.joined(state.__getitem__), config_json(model, model.dtype), 5000)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.slow_cases(
     "False-bloom",
     "False-deepseek_v2",
@@ -85,6 +86,7 @@ def test_what_transformers_saved_is_read_in_parts(tmp_path: Path, kind: str, is_
     assert_reads(tmp_path, model)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.slow_cases(
     "False-bloom",
     "False-deepseek_v2",

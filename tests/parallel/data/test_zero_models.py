@@ -166,6 +166,7 @@ class Positions(nn.Module):
         return self.table[0]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.slow_cases(
     "ChangesItsInput-2",
     "ObjectsBetween-2",

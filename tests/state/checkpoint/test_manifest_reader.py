@@ -10,11 +10,11 @@ import pytest
 from echelon.errors import UserError
 from echelon.state.checkpoint import manifest_reader
 from echelon.state.checkpoint.manifest_reader import (
+    DTYPE_NAMES,
     Box,
     CornerBudget,
     Reader,
     check_pieces,
-    dtype_of,
     inside,
     shown,
     tiling_error,
@@ -133,7 +133,7 @@ def test_values_in_messages_are_short() -> None:
 
 
 def test_types_have_the_names_of_torch() -> None:
-    assert {str(dtype_of(str(dtype).removeprefix("torch."))) for dtype in DTYPES.values()} == {
+    assert {str(DTYPE_NAMES[str(dtype).removeprefix("torch.")]) for dtype in DTYPES.values()} == {
         str(dtype) for dtype in DTYPES.values()
     }
 

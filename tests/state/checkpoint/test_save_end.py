@@ -77,7 +77,7 @@ def running(thread: Any, error: Exception | None = None) -> tuple[_BackgroundSav
     snapshot: Any = None
     each = _BackgroundSave(save, snapshot)
     each._thread, each.error = thread, error
-    each._is_part_done.set()
+    each.is_part_done.set()
     return each, save.target
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.state.checkpoint.copies.folder import MemoryFolder
-from echelon.train.events import Stepped
-from echelon.train.metrics_file import METRICS, line_of
+from echelon.train.events import METRICS, Stepped, line_of
 from echelon.train.runs.resume import resume
 from tests.state.checkpoint.copies.host_files import write_copies
 from tests.train.runs.test_resume import make_run

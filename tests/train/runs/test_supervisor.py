@@ -18,8 +18,7 @@ from echelon.state.checkpoint.copies.to_disk import HostCopies
 from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.train.events import Event, Noted, Started, Stepped
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.logbook import Logbook
-from echelon.train.run import open_run
+from echelon.train.run import Logbook, open_run
 from echelon.train.runs import stopping, supervisor
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.run_folder import RunFolder

@@ -51,7 +51,7 @@ def test_nothing_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trainer, "join", lambda: None)
     monkeypatch.setattr(trainer, "is_under_torchrun", lambda: True)
     monkeypatch.setattr(trainer, "check", lambda _: None)
-    monkeypatch.setattr(trainer, "this_launch", lambda: ["host 7 1"])
+    monkeypatch.setattr(trainer, "agree_on_every_rank", lambda *_: ["host 7 1"])
     monkeypatch.setattr(trainer, "decide_on_rank_0", lambda decide: decide())
     monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     shown: list[Any] = []

@@ -8,13 +8,12 @@ import pytest
 
 from echelon.launching import Ranks
 from echelon.train.checkpoints import CHECKPOINTS, UnwrittenLines
-from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import METRICS, Evaluated, Event, Sampled, Started, Stepped, line_of, read_metrics
 from echelon.train.jobs.job import Job, ModelJob
-from echelon.train.logbook import Logbook
 from echelon.train.loop import train_rank
-from echelon.train.metrics_file import METRICS, line_of, read_metrics
+from echelon.train.run import Logbook
 from echelon.train.runs.run_folder import RunFolder
-from tests.train.test_metrics_file import stepped
+from tests.train.test_events import stepped
 
 
 def write(path: Path, *events: Stepped | Evaluated) -> None:

@@ -19,8 +19,8 @@ def pulled(remote: Remote, step: int) -> tuple[int, list[float]]:
 
 
 def joined(remote: Remote) -> bool:
-    remote.connection.join(30.0)
-    return not remote.connection._thread.is_alive()
+    remote.connection.thread.join(30.0)
+    return not remote.connection.thread.is_alive()
 
 
 def test_every_request_has_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_weights_start_as_the_model_s_in_one_memory_for_each_type() -> None:
     parameters[2].data = parameters[2].data.double()
     made = make_host(DirectStepper, *parameters)
     assert [owned.tensor.tolist() for owned in made.owned()] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
-    assert [tensor.dtype for tensor in made.storages().parameters] == [torch.float32, torch.float64]
+    assert [tensor.dtype for tensor in made.storages()["parameters"]] == [torch.float32, torch.float64]
     assert len(flat_buckets(parameters)) == 2
 
 
@@ -50,21 +50,21 @@ def test_masters_are_owned_too() -> None:
     made._stepper.step(1.0)
     parts = {each.slice.part: each.tensor.dtype for each in made.owned()}
     assert parts == {"value": torch.bfloat16, "master": torch.float32}
-    assert [tensor.dtype for tensor in made.optimizer_storages()] == [torch.float32]
+    assert [tensor.dtype for tensor in made.storages()["optimizer"]] == [torch.float32]
 
 
 def test_each_connection_has_memory_for_weights_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = Remote(monkeypatch, staleness=1)
-    assert len(remote.host.storages().parameters) == 1
-    assert remote.host.storages().gradients == []
+    assert len(remote.host.storages()["parameters"]) == 1
+    assert remote.host.storages()["gradients"] == []
     remote.host._connections.append(remote.connection)
     storages = remote.host.storages()
-    assert [tensor.shape for tensor in storages.parameters] == [(2,), (2,)]
-    assert [tensor.shape for tensor in storages.gradients] == [(2,)]
-    assert len({tensor.data_ptr() for tensor in (*storages.parameters, *storages.gradients)}) == 3
+    assert [tensor.shape for tensor in storages["parameters"]] == [(2,), (2,)]
+    assert [tensor.shape for tensor in storages["gradients"]] == [(2,)]
+    assert len({tensor.data_ptr() for tensor in (*storages["parameters"], *storages["gradients"])}) == 3
     remote.port.leave()
     remote.host.close()
-    assert not remote.connection._thread.is_alive()
+    assert not remote.connection.thread.is_alive()
 
 
 class Group:

@@ -17,8 +17,7 @@ from echelon.update.optim.sum_optimizer import (
     Shape,
     StatisticsBuffer,
     Work,
-    add_in_turns,
-    maximum_in_turns,
+    in_turns,
     portions,
     rate_of,
     whole_box,
@@ -208,7 +207,7 @@ def test_statistics_are_views_of_one_memory_and_are_cleared_together() -> None:
     buffer[1][2].fill_(2.0)
     assert [tuple(view.shape) for view in buffer[1]] == [(), (4, 1), (1, 5)]
     assert float(buffer[0][0]) == float(buffer[1][0]) == 0
-    buffer.clear()
+    buffer.memory.zero_()
     assert not buffer[0][1].any()
     assert not buffer[1][2].any()
 
@@ -216,7 +215,7 @@ def test_statistics_are_views_of_one_memory_and_are_cleared_together() -> None:
 def test_boxes_that_share_rows_are_added_one_after_the_other() -> None:
     total = torch.zeros(3)
     targets: list[list[Tensor]] = [[total, total[:2]], [total[2:]]]
-    add_in_turns(targets, [[torch.ones(3), torch.ones(2)], [torch.ones(1)]])
+    in_turns(torch._foreach_add_, targets, [[torch.ones(3), torch.ones(2)], [torch.ones(1)]])
     assert total.tolist() == [2, 2, 2]
 
 
@@ -242,5 +241,6 @@ def test_a_round_begins_behind_those_that_are_skipped() -> None:
 def test_the_larger_of_boxes_that_share_rows() -> None:
     total = torch.tensor([1.0, 5.0, 0.0])
     targets: list[list[Tensor]] = [[total, total[:2]], [total[2:]]]
-    maximum_in_turns(targets, [[torch.full((3,), 2.0), torch.full((2,), 3.0)], [torch.full((1,), 9.0)]])
+    values = [[torch.full((3,), 2.0), torch.full((2,), 3.0)], [torch.full((1,), 9.0)]]
+    in_turns(torch._foreach_maximum_, targets, values)
     assert total.tolist() == [3, 5, 9]

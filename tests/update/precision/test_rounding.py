@@ -273,7 +273,7 @@ def test_portions_are_as_large_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -
     assert sizes(4 * 4) == [[2, 2], [1], [9], [1, 3]], "exactly the limit fits"
     assert sizes(4 * 4 - 1) == [[2], [2, 1], [9], [1], [3]]
     assert sizes(1000) == [[2, 2, 1, 9, 1, 3]]
-    assert list(flat_memory.portions([], [], 1)) == []
+    assert list(flat_memory.portions([], len, 1)) == []
 
 
 def test_of_a_unit_no_other_weight_is_updated_and_copies_take_no_memory_between() -> None:

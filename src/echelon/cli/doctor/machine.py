@@ -1,17 +1,29 @@
-"""Findings about this machine: packages, processor, memory, disk, limits, CUDA devices, backends of torch."""
+"""Findings about this machine: packages, processor, memory, disk, limits, CUDA devices, backends of torch.
+
+Some are measured: memory and arithmetic of one thread, the start of ranks, messages between two. Each figure
+is a median of a few tries on a machine that may be busy: an order of magnitude.
+"""
 
 import platform
 import re
 import resource
 import shutil
+import time
+import timeit
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import echelon
 from echelon import hardware
-from echelon.cli.doctor.report import Finding, Section, Status, section
-from echelon.quantities import GIB, show_bytes
+from echelon.cli.doctor import Finding, Section, Status, section
+from echelon.errors import UserError
+from echelon.launching import RankFailed, Ranks
+from echelon.quantities import GIB, MIB, show_bytes, show_rate, show_seconds
 
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)  # that echelon is tested with
 _TESTED = "tested with: 2.11 to 2.13"
@@ -36,7 +48,11 @@ def examine_machine() -> Section:
             "processor": lambda: [Finding("processor", hardware.cpu_model())],
             "cores": lambda: [judge_cores(hardware.usable_cores())],
             "memory": lambda: [judge_memory(hardware.total_memory(), hardware.available_memory())],
-            "shared memory": lambda: [judge_shared_memory(_shared_memory_bytes())],
+            "shared memory": lambda: [
+                judge_shared_memory(
+                    shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
+                )
+            ],
             "disk": lambda: [judge_disk(shutil.disk_usage(Path.cwd()).free)],
             "open files": lambda: [judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         },
@@ -88,10 +104,6 @@ def judge_open_files(limit: int) -> Finding:
     return _judge("open files", f"at most {limit}", limit, limit >= _MIN_OPEN_FILES, remark)
 
 
-def _shared_memory_bytes() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else None
-
-
 def _cuda() -> list[Finding]:
     import torch
 
@@ -99,19 +111,19 @@ def _cuda() -> list[Finding]:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
-        return [_cuda_device(index) for index in range(torch.cuda.device_count())]
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [
+            Finding(
+                f"CUDA device {index}",
+                f"{each.name}, {show_bytes(each.total_memory)}, capability {each.major}.{each.minor}",
+                number=each.total_memory,
+            )
+            for index, each in enumerate(devices)
+        ]
     if warned:
         return [Finding("CUDA devices", "none", "warn", str(warned[0].message))]
     build = "this torch is built without CUDA" if torch.version.cuda is None else "no device was found"
     return [Finding("CUDA devices", "none", "note", f"{build}; training runs on the CPU")]
-
-
-def _cuda_device(index: int) -> Finding:
-    import torch
-
-    device = torch.cuda.get_device_properties(index)
-    value = f"{device.name}, {show_bytes(device.total_memory)}, capability {device.major}.{device.minor}"
-    return Finding(f"CUDA device {index}", value, number=device.total_memory)
 
 
 def _backends() -> list[Finding]:
@@ -190,3 +202,109 @@ def _numbers(installed_version: str) -> tuple[int, ...]:
     """(2, 13, 0) of '2.13.0+cpu' and of '2.13.0rc1'."""
     leading = re.match(r"\d+(\.\d+)*", installed_version)
     return tuple(int(part) for part in leading.group().split(".")) if leading else ()
+
+
+_COPY_BYTES = 64 * MIB  # beyond the caches of most processors
+_MATRIX = 1024
+_LARGE, _SMALL = 16 * MIB, 8
+_DEADLINE = 20.0  # for ranks that hang on a broken machine
+
+
+class AllReduceSeconds(NamedTuple):
+    """Seconds of an all-reduce of a large and of a small buffer, on two ranks."""
+
+    large: float
+    small: float
+
+
+def examine_speed() -> Section:
+    return section(
+        "Measured here",
+        {
+            "memory copy": lambda: [_memory_copy()],
+            "matrix multiply": lambda: [_matrix_multiply()],
+            "launch of 2 ranks": _two_ranks,
+        },
+    )
+
+
+def _memory_copy() -> Finding:
+    import torch
+
+    source = torch.ones(_COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    with _one_thread():
+        rate = _COPY_BYTES / _median_seconds(lambda: target.copy_(source), tries=7)
+    return Finding("memory copy, one thread", show_rate(rate), number=rate)
+
+
+def _matrix_multiply() -> Finding:
+    import torch
+
+    a, b = torch.rand(_MATRIX, _MATRIX), torch.rand(_MATRIX, _MATRIX)
+    with _one_thread():
+        rate = 2 * _MATRIX**3 / _median_seconds(lambda: a @ b, tries=5)
+    return Finding("matrix multiply, one thread", f"{rate / 1e9:.0f} GFLOP/s in float32", number=rate)
+
+
+def _two_ranks() -> list[Finding]:
+    try:
+        first, all_reduce = _start_and_run()
+        again, _ = _start_and_run()
+    except (RankFailed, UserError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        remark = f"only plans of one rank run: {reason}"
+        return [Finding("launch of 2 ranks", "fails", "warn", remark)]
+    rate = _LARGE / all_reduce.large  # two ranks send 2(N−1)/N = 1 buffer each
+    large = f"{show_rate(rate)} ({show_bytes(_LARGE)} in {show_seconds(all_reduce.large)})"
+    return [
+        Finding("launch of 2 ranks", f"{show_seconds(again)} (first: {show_seconds(first)})", number=again),
+        Finding("all-reduce, 2 ranks, gloo", large, number=rate),
+        Finding(
+            "all-reduce latency",
+            f"{show_seconds(all_reduce.small)} ({_SMALL} bytes)",
+            number=all_reduce.small,
+        ),
+    ]
+
+
+def _start_and_run() -> tuple[float, AllReduceSeconds]:
+    """Return the seconds until two ranks had started, and what they measured."""
+    start = time.perf_counter()
+    with Ranks(2, backend="gloo", deadline=_DEADLINE) as ranks:
+        seconds = time.perf_counter() - start
+        return seconds, ranks.run(time_all_reduce)[0]
+
+
+def time_all_reduce() -> AllReduceSeconds:
+    """Measure, in both ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from echelon.collectives import Ledger, TorchGroup
+
+    assert dist.group.WORLD is not None
+    group = TorchGroup("data", dist.group.WORLD, Ledger())
+    large, small = torch.zeros(_LARGE // 4), torch.zeros(_SMALL // 4)
+    return AllReduceSeconds(
+        _median_seconds(lambda: group.all_reduce(large), tries=7),
+        _median_seconds(lambda: group.all_reduce(small), tries=50),
+    )
+
+
+def _median_seconds(fn: Callable[[], object], tries: int) -> float:
+    fn()  # the first call pays for memory and connections
+    return median(timeit.repeat(fn, number=1, repeat=tries))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread, as a launched rank does."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -98,11 +98,6 @@ class Link:
             self.finalizer.detach()
         self._progress_loop.close()
 
-    def close_sockets(self) -> None:
-        """In a forked child: without this, its sockets would let peers take this rank for alive."""
-        for peer in self._sockets.values():
-            peer.close()
-
     def _open_rings(self, region: mmap, peers: Sequence[ConnectedPeer]) -> None:
         collective = {"wrote": Notice.WROTE, "read": Notice.READ}
         pairwise = {"wrote": Notice.LANE_WROTE, "read": Notice.LANE_READ}
@@ -122,8 +117,9 @@ _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
 def _close_all_sockets() -> None:
-    for link in _links:
-        link.close_sockets()
+    """In a forked child: without this, its sockets would let peers take this rank for alive."""
+    for peer in (peer for link in _links for peer in link._sockets.values()):
+        peer.close()
 
 
 os.register_at_fork(after_in_child=_close_all_sockets)
@@ -144,10 +140,10 @@ def open_link(group: dist.ProcessGroup) -> Link | None:
         host, own_card = _prepare(group, secret, resources)
         cards = [card.split() for card in _exchange(own_card, group)]
         _check_switches(cards)
-        if host is None or not _on_one_host(cards):
+        if host is None or [_NO] in cards or len({name for name, *_ in cards}) > 1:  # not on one host
             return None
         invitations = [_Card(*card) for card in cards]
-        callers = host.call([card.invitation() for card in invitations[: host.rank]])
+        callers = host.call([Invitation(*card[:3]) for card in invitations[: host.rank]])
         (all_called,) = _vote(group, len(callers) == host.rank)
         if not all_called:
             _close_all(callers)
@@ -174,9 +170,6 @@ class _Card(NamedTuple):
     readable_secret: str
     address: str
 
-    def invitation(self) -> Invitation:
-        return Invitation(self.host, self.name, self.secret)
-
 
 def _prepare(
     group: dist.ProcessGroup, secret: torch.Tensor, resources: contextlib.ExitStack
@@ -197,7 +190,6 @@ def _prepare(
 
 
 def _exchange(card: str, group: dist.ProcessGroup) -> list[str]:
-    """Return the cards of all ranks."""
     padded = bytearray(card.encode().ljust(_CARD_BYTES, b"\0"))
     cards = [torch.empty(_CARD_BYTES, dtype=torch.uint8) for _ in range(group.size())]
     dist.all_gather(cards, torch.frombuffer(padded, dtype=torch.uint8), group=group)
@@ -219,10 +211,6 @@ def _check_switches(cards: list[list[str]]) -> None:
         if status == _UNKNOWN
     ]
     raise_errors("the environment", errors)
-
-
-def _on_one_host(cards: list[list[str]]) -> bool:
-    return [_NO] not in cards and len({host for host, *_ in cards}) == 1
 
 
 def _connect(host: Host, callers: list[socket.socket]) -> list[ConnectedPeer]:

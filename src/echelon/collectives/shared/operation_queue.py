@@ -7,30 +7,23 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from echelon.collectives.shared.slots import Wait
 from echelon.collectives.work import Work
 from echelon.launching import PeerLost
 
+if TYPE_CHECKING:
+    from echelon.collectives.shared.progress_loop import ProgressLoop
+
 Steps = Coroutine[Any, None, None]
-
-
-class Runner(Protocol):
-    """Advances operations."""
-
-    def wait_for(self, operation: "Operation", timeout: float) -> bool: ...
-    def poll(self, operation: "Operation") -> None: ...
-    def run_in_background(self, operation: "Operation") -> None: ...
-    def wake_waiters(self, operation: "Operation") -> None: ...
-    def fail(self, error: Exception) -> None: ...
 
 
 @final
 class Operation(Work):
     """One operation that has begun; `where` opens the message when a peer is lost."""
 
-    def __init__(self, steps: Steps, where: str, timeout: float, runner: Runner) -> None:
+    def __init__(self, steps: Steps, where: str, timeout: float, runner: "ProgressLoop") -> None:
         self._steps, self._where, self._timeout, self._runner = steps, where, timeout, runner
         self._done_at: float | None = None
         self.wait_reason: Wait | None = None

@@ -40,7 +40,6 @@ class _Waiter:
         self._gate.acquire()
 
     def sleep(self, seconds: float) -> bool:
-        """Return whether it was woken in this time."""
         return self._gate.acquire(timeout=max(0.0, seconds))
 
     def wake(self) -> None:
@@ -146,7 +145,6 @@ class ProgressLoop:
                 self._background_call.notify()
 
     def wake_waiters(self, operation: Operation) -> None:
-        """Wake the threads that wait for it."""
         # Without the lock first, as most operations have no waiter. A waiter that is added just now looks
         # at its operation again before it sleeps.
         if self._waiters:
@@ -203,11 +201,6 @@ class ProgressLoop:
                 if not got_loop:
                     self._offer_loop()
 
-    def _leave_loop(self) -> None:
-        with self._lock:
-            self._owner = None
-            self._offer_loop()
-
     def _offer_loop(self) -> None:
         """Wake a thread that needs the loop, if it is free; under the lock."""
         if self._owner is not None:
@@ -234,7 +227,9 @@ class ProgressLoop:
             self.fail(RuntimeError("an operation between ranks was interrupted"))
             raise
         finally:
-            self._leave_loop()
+            with self._lock:
+                self._owner = None
+                self._offer_loop()
 
     def _advance_all(self, is_enough: Callable[[], bool], deadline: float | None) -> None:
         while self._failure is None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from mmap import mmap
 from struct import Struct
 from types import coroutine
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from echelon.collectives.comparison import MismatchError
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.tensor_memory import TensorMemory
+
+if TYPE_CHECKING:
+    from echelon.collectives.shared.peers import PeerSocket
 
 HEADER_BYTES = 64  # one cache line, so that slots stay aligned for every type
 
@@ -126,16 +129,6 @@ class Notice(IntEnum):
     LANE_READ = 3
 
 
-class Peer(Protocol):
-    """Another rank: notices go to it and come from it."""
-
-    rank: int
-
-    def notify(self, notice: Notice, times: int) -> None: ...
-    def num_received(self, notice: Notice) -> int: ...
-    def raise_if_lost(self) -> None: ...
-
-
 class Wait(Enum):
     """Why an operation waits: it has more to do, or it only needs to learn that the peers have read."""
 
@@ -144,13 +137,10 @@ class Wait(Enum):
 
 
 def region_bytes(size: int) -> int:
-    """Return the bytes that each of `size` ranks shares."""
     return COLLECTIVE.ring_bytes + size * LANE.ring_bytes
 
 
 class Slot(NamedTuple):
-    """A place in a ring."""
-
     memory: Tensor  # as bytes
     address: int
 
@@ -193,9 +183,7 @@ def lane(region: mmap, target: int) -> Ring:
 
 
 class RingWriter:
-    """The writing end of a ring."""
-
-    def __init__(self, ring: Ring, readers: Sequence[Peer], *, wrote: Notice, read: Notice) -> None:
+    def __init__(self, ring: Ring, readers: Sequence["PeerSocket"], *, wrote: Notice, read: Notice) -> None:
         self._ring, self._readers, self._wrote, self._read = ring, readers, wrote, read
         self._num_pieces = 0
 
@@ -225,9 +213,7 @@ class RingWriter:
 
 
 class RingReader:
-    """A reading end of a ring."""
-
-    def __init__(self, ring: Ring, writer: Peer, *, wrote: Notice, read: Notice) -> None:
+    def __init__(self, ring: Ring, writer: "PeerSocket", *, wrote: Notice, read: Notice) -> None:
         self._ring, self._writer, self._wrote, self._read = ring, writer, wrote, read
         self._num_pieces = 0
         self._num_unreported = 0  # slots released here, of which the writer does not know yet

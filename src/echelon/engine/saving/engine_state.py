@@ -25,7 +25,6 @@ from echelon.nn.wrapping import find_wrapper
 from echelon.parallel.data.all_reduce import Bucketed
 from echelon.parallel.stage import LocalStages
 from echelon.parallel.tensor.modules import Column
-from echelon.parallel.tensor.regions import Multiplier
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.manifest import Number as PlainNumber
@@ -273,7 +272,7 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 def learned_order(local: LocalStages) -> dict[str, Any]:
     """Return what this rank has learned, as plain data."""
     columns = dict(_columns(local))
-    names: dict[Multiplier, str] = {column: name for name, column in columns.items()}
+    names = {column: name for name, column in columns.items()}
     sharing = {
         names[first]: [names[each] for each in together]
         for shared in {column.region.shared_input for column in columns.values()}

@@ -4,6 +4,7 @@ When one rank is lost, the others soon fail too, in their collectives, and their
 first. So failures are ordered by kind first, and then by time.
 """
 
+import contextlib
 import enum
 import errno
 import os
@@ -68,12 +69,19 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         return Failure(rank, Kind.RAISED, f"raised {full}", text, full)
     kind = Kind.PEER_LOST if is_peer_error(error) else Kind.RAISED
     headline = "".join(tracebacks.format_exception_only(error)).strip()
-    return Failure(rank, kind, f"raised {headline}", text, _portable_user_error(error))
+    user_error = None
+    with contextlib.suppress(Exception):  # a subclass may not survive pickling
+        if isinstance(error, UserError) and type(unpack(pack(error))) is type(error):
+            user_error = error
+    return Failure(rank, kind, f"raised {headline}", text, user_error)
 
 
 def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
     """Return the failure of a rank whose process ended."""
-    reason = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    reason = (
+        f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
+    )
     reason += " while it started" if while_starting else " before it finished"
     if -code == signal.SIGKILL:
         reason += " (the system sends SIGKILL when memory runs out: see dmesg, or use less memory)"
@@ -97,16 +105,6 @@ def full_disk_error(error: BaseException) -> UserError | None:
     )
 
 
-def _portable_user_error(error: BaseException) -> UserError | None:
-    """`error` if it is a UserError that can be sent; a subclass may not survive pickling."""
-    if not isinstance(error, UserError):
-        return None
-    try:
-        return error if type(unpack(pack(error))) is type(error) else None
-    except Exception:
-        return None
-
-
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -124,10 +122,3 @@ def _means_peer_lost(error: BaseException) -> bool:
         if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
             return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _PEER_WORDS)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from echelon.launching.settings import VARIABLE
 from echelon.launching.watch.pulse import Board, Pulse
+from echelon.quantities import counted, show_runs
 
 
 class Watch:
@@ -30,7 +31,6 @@ class Watch:
 
     @property
     def reason(self) -> str:
-        """Return the reason of an error when the deadline has passed."""
         return f"no rank gave a sign of life for {self._deadline:g} s"
 
     def sign_of_life(self) -> None:
@@ -79,11 +79,11 @@ def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
     `frame` says where the rank's host is; a host that waits for its GPU is inside no operation.
     """
     if returned:
-        return f"has returned, after {_operations(pulse.left)}"
+        return f"has returned, after {counted(pulse.left, 'operation')}"
     if pulse.waits:
         return f"{place_of(pulse)}waits in {pulse.name} (operation {pulse.entered})"
     where = f", {frame}" if frame else ""
-    return f"{place_of(pulse)}works outside any operation, after {_operations(pulse.left)}{where}"
+    return f"{place_of(pulse)}works outside any operation, after {counted(pulse.left, 'operation')}{where}"
 
 
 def place_of(pulse: Pulse) -> str:
@@ -102,10 +102,6 @@ def main_frame(stacks: str) -> str:
         return ""
     frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', threads[-1])
     return f"in {frame[3]} ({PurePath(frame[1]).name}:{frame[2]})" if frame else ""
-
-
-def _operations(count: int) -> str:
-    return "1 operation" if count == 1 else f"{count} operations"
 
 
 # What every rank of torchrun prints before its watchdog ends it.
@@ -133,8 +129,11 @@ class Findings:
     endings: Mapping[int, Ending]
 
     def states(self) -> list[str]:
-        """Return what each rank does, in words."""
-        return [self._state(rank) for rank in range(self.ranks)]
+        states = {rank: ending.reason for rank, ending in self.endings.items()}
+        for rank, pulse in self.pulses.items():
+            state = describe(pulse, returned=False, frame=self.frames.get(rank, ""))
+            states.setdefault(rank, state)
+        return [states.get(rank, _SILENT) for rank in range(self.ranks)]
 
     def to_blame(self) -> tuple[int, str]:
         """Return the rank that the others seem to wait for, and why ('rank 1 …').
@@ -152,53 +151,30 @@ class Findings:
         pulses = [self.pulses.get(rank, Pulse(0, 0, 0, "")) for rank in range(self.ranks)]
         return rank_to_blame(pulses, self.endings, states)
 
-    def _state(self, rank: int) -> str:
-        if rank in self.endings:
-            return self.endings[rank].reason
-        if rank in self.pulses:
-            return describe(self.pulses[rank], returned=False, frame=self.frames.get(rank, ""))
-        return _SILENT
-
 
 def report_text(findings: Findings, reporter: int, stacks: Mapping[int, str], exit_code: int) -> str:
     """Return what rank `reporter` prints; `stacks` has its own and that of the rank to blame."""
     rank, why = findings.to_blame()
     # A failure is the reason itself.
     reason = "" if findings.reason.startswith(f"rank {rank} {why}") else f"; {findings.reason}"
-    lines = [f"echelon, rank {reporter}: rank {rank} {why}{reason}", *_by_state(findings.states())]
+    lines = [f"echelon, rank {reporter}: rank {rank} {why}{reason}"]
+    ranks: dict[str, list[int]] = {}
+    for each, state in enumerate(findings.states()):
+        ranks.setdefault(state, []).append(each)
+    for state, same in ranks.items():  # '  ranks 0, 2-5, each: waits in …'
+        lines.append(
+            f"  rank {same[0]} {state}"
+            if len(same) == 1
+            else f"  ranks {', '.join(show_runs(same))}, each: {state}"
+        )
     for each, stack in stacks.items():
         lines += ["", f"stack of rank {each}:", stack.rstrip()]
-    lines += ["", f"echelon, rank {reporter}: ends with exit code {exit_code}. {_advice(findings)}"]
-    return "\n".join(lines) + "\n"
-
-
-def _advice(findings: Findings) -> str:
-    if any(ending.has_failed for ending in findings.endings.values()):
-        return "The cause is the error of the rank that failed."
-    return (
+    advice = (
         f"If the ranks do not hang but work longer than that, set {VARIABLE}=SECONDS (or none), or call "
         "echelon.launching.beat() in long work. debug=true in the plan finds ranks that call different "
         "operations."
     )
-
-
-def _by_state(states: Sequence[str]) -> list[str]:
-    """'  ranks 0, 2-5 wait in …': one line for all ranks that do the same."""
-    ranks: dict[str, list[int]] = {}
-    for rank, state in enumerate(states):
-        ranks.setdefault(state, []).append(rank)
-    return [
-        f"  rank {same[0]} {state}" if len(same) == 1 else f"  ranks {_runs(same)}, each: {state}"
-        for state, same in ranks.items()
-    ]
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """'0, 2-5'"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    if any(ending.has_failed for ending in findings.endings.values()):
+        advice = "The cause is the error of the rank that failed."
+    lines += ["", f"echelon, rank {reporter}: ends with exit code {exit_code}. {advice}"]
+    return "\n".join(lines) + "\n"

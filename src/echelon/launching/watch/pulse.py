@@ -51,11 +51,6 @@ class Pulse(NamedTuple):
 _slot: _Slot | None = None
 
 
-def has_slot() -> bool:
-    """Return whether signs of life of this process are read."""
-    return _slot is not None
-
-
 def beat() -> None:
     """Give a sign of life; call it in long work that has no operation with other ranks."""
     if _slot is not None:
@@ -128,7 +123,6 @@ def take_private_slot() -> None:
 
 
 def read_own() -> Pulse:
-    """Return the pulse of this process."""
     return _read(_slot or _Slot())
 
 
@@ -154,12 +148,21 @@ def host_work(name: str) -> Iterator[None]:
     waits for a disk or a lock which never comes is silent, and found as a hang. Not for work that waits for a
     device: that uses the processor too.
     """
-    if not has_slot():
+    if _slot is None:  # signs of life of this process are not read
         yield
         return
     done = threading.Event()
     clock = time.pthread_getcpuclockid(threading.get_ident())
-    watcher = threading.Thread(target=_beat_while_busy, args=(clock, done), name="echelon-beat", daemon=True)
+
+    def beat_while_busy() -> None:
+        last = time.clock_gettime(clock)
+        while not done.wait(_PERIOD_SECONDS):
+            now = time.clock_gettime(clock)
+            if now > last and not read_own().waits:
+                beat()
+            last = now
+
+    watcher = threading.Thread(target=beat_while_busy, name="echelon-beat", daemon=True)
     at_instruction(name)
     watcher.start()
     try:
@@ -168,12 +171,3 @@ def host_work(name: str) -> Iterator[None]:
         done.set()
         watcher.join()
         at_instruction("")
-
-
-def _beat_while_busy(clock: int, done: threading.Event) -> None:
-    last = time.clock_gettime(clock)
-    while not done.wait(_PERIOD_SECONDS):
-        now = time.clock_gettime(clock)
-        if now > last and not read_own().waits:
-            beat()
-        last = now

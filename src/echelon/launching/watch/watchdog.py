@@ -221,17 +221,15 @@ class Watchdog:
         self._end(EXIT_CODE)
 
     def _own(self) -> tuple[dict[int, Pulse], dict[int, str]]:
-        return {self._rank: self._read_pulse()}, {self._rank: self._frame()}
+        frame, place = sys._current_frames().get(self._main.ident or 0), ""
+        if frame is not None:
+            code = frame.f_code
+            place = f"in {code.co_name} ({PurePath(code.co_filename).name}:{frame.f_lineno})"
+        return {self._rank: self._read_pulse()}, {self._rank: place}
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame))
-
-    def _frame(self) -> str:
-        frame = sys._current_frames().get(self._main.ident or 0)
-        if frame is None:
-            return ""
-        return f"in {frame.f_code.co_name} ({PurePath(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
     def _count(self, name: str) -> int:
         return self._store.add(name, 0)

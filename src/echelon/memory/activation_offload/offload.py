@@ -17,9 +17,8 @@ from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.hardware import available_memory, total_memory
-from echelon.memory.activation_offload.host_pool import HostPool
 from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass, take
-from echelon.memory.activation_offload.offloaded_storage import OffloadedStorage, SharedPiece
+from echelon.memory.activation_offload.offloaded_storage import HostPool, OffloadedStorage, SharedPiece
 from echelon.memory.recompute.recompute import backward_follows
 from echelon.memory.storages import storages_of, weight_storages
 from echelon.nn.autograd.saved_tensors import current_observer, replace
@@ -179,15 +178,12 @@ class OffloadedLayer(Wrapper):
         current = None if self._offload is None else self._offload.current
         if current is None or self._weights is None or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        current.enter_layer(self._weights() | _without_gradients((args, kwargs)))
+        # Other layers take the same arguments without gradients.
+        shared = storages_of(tensor for tensor in tensors_of((args, kwargs)) if not tensor.requires_grad)
+        current.enter_layer(self._weights() | shared)
         output = self.inner(*args, **kwargs)
         current.leave_layer()
         return output
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_offload": None, "_weights": None}
-
-
-def _without_gradients(arguments: Any) -> set[int]:
-    """The storages of arguments that need no gradient: other layers take the same ones."""
-    return storages_of(tensor for tensor in tensors_of(arguments) if not tensor.requires_grad)

@@ -34,8 +34,6 @@ SMALLEST = 1024  # bytes: below, a copy costs more than the memory is worth
 
 @final
 class LayerGroup:
-    """The storages that one layer saves."""
-
     def __init__(self, number: int) -> None:
         self.number = number
         self.storages: list[OffloadedStorage] = []
@@ -127,7 +125,6 @@ class OffloadedPass:
     # The backward pass.
 
     def begin_backward(self) -> None:
-        """Begin to fetch the storages of the last layer."""
         if self._groups:
             self._advance_to(len(self._groups) - 1)
 

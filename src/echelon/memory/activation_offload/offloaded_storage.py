@@ -6,15 +6,76 @@
 A storage is copied whole, once, however many tensors lie in it: views are restored with their strides.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from echelon.collectives.boundary import Copy, HostBoundary
-from echelon.memory.activation_offload.host_pool import HostPool
+from echelon.collectives.boundary import Copy, HostBoundary, HostMemoryError
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor, check_unchanged
+from echelon.quantities import show_bytes
+
+_SIZES = 8  # of pieces, for each power of two
+_PAGE = 4096  # bytes: the smallest piece, and what sizes are multiples of
+_MOST_LARGER = 1.5  # how many times larger a piece may be than what is asked for
+
+
+@final
+class HostPool:
+    """Pieces of host memory. `free_bytes`: what the host has left for a new piece; None if it is unknown.
+
+    A piece has one of eight sizes for each power of two, so that batches of other shapes use it again. What
+    is held is at most what was in use at once, of each size.
+    """
+
+    def __init__(self, boundary: HostBoundary, free_bytes: Callable[[], int | None]) -> None:
+        self._boundary, self._free_bytes = boundary, free_bytes
+        self._idle: defaultdict[int, list[Tensor]] = defaultdict(list)  # by their size
+        self.pieces: list[Tensor] = []
+        self.refusal: str | None = None  # why there was no memory, the first time
+
+    @property
+    def num_bytes(self) -> int:
+        """All that is held, in use or idle."""
+        return sum(map(len, self.pieces))
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """A piece of at least so many bytes; None if the host has no memory left."""
+        size = piece_size(num_bytes)
+        for known in sorted(self._idle):
+            if size <= known <= _MOST_LARGER * size and self._idle[known]:
+                return self._idle[known].pop()
+        free = self._free_bytes()
+        if free is not None and size > free:
+            self.refusal = self.refusal or (
+                f"{show_bytes(size)} more are needed beside the {show_bytes(self.num_bytes)} that this rank "
+                f"holds, and the host has {show_bytes(max(0, free))} left"
+            )
+            return None
+        try:
+            piece = self._boundary.empty(size, torch.uint8)
+        except HostMemoryError as error:
+            self.refusal = self.refusal or str(error)
+            return None
+        self.pieces.append(piece)
+        return piece
+
+    def give_back(self, piece: Tensor) -> None:
+        self._idle[len(piece)].append(piece)
+
+
+def piece_size(num_bytes: int) -> int:
+    """The size of the piece for so many bytes.
+
+    >>> piece_size(1), piece_size(5000), piece_size(1_000_000)
+    (4096, 8192, 1048576)
+    """
+    step = max(_PAGE, (1 << (max(num_bytes, 1) - 1).bit_length()) // (2 * _SIZES))
+    return -(-max(num_bytes, 1) // step) * step
+
 
 _free_reference = torch.UntypedStorage._free_weak_ref
 
@@ -58,7 +119,6 @@ class View(NamedTuple):
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def take(self, memory: Tensor) -> Tensor:
-        """Return the same elements of another storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), self.offset, self.shape, self.strides)
 
@@ -125,7 +185,6 @@ class OffloadedStorage:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether a copy to the host has begun."""
         return self._host is not None
 
     @property
@@ -134,7 +193,6 @@ class OffloadedStorage:
         return self._memory is not None
 
     def store(self, piece: SharedPiece, begin: int) -> None:
-        """Begin to copy it to the host."""
         assert self._memory is not None
         self._piece, self._host = piece, piece.piece[begin : begin + self.num_bytes]
         piece.acquire()
@@ -151,7 +209,6 @@ class OffloadedStorage:
             self._hold(memory)
 
     def value(self) -> Tensor:
-        """Return its bytes on the device."""
         self.fetch()
         self._wait()
         assert self._memory is not None

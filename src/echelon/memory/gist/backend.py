@@ -35,7 +35,6 @@ def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, floats.P
 
 
 def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
-    """The gradient where the mask is set, else 0."""
     kernels = _kernels(gradient)
     if kernels is not None and not torch.is_grad_enabled():
         return kernels.masked(gradient, mask, layout)  # type: ignore[no-any-return]

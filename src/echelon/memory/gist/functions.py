@@ -28,7 +28,10 @@ def relu(x: Tensor, compression: Compression, *, inplace: bool = False, maker: M
     """As F.relu. `maker`: of whom it is known whether outputs are saved."""
     if not _applies(x) or (inplace and (x.is_leaf or x._base is not None)):
         return F.relu(x, inplace)
-    name = None if maker is None or inplace else _written_format(x, compression)
+    name = None
+    if maker is not None and not inplace and compression.format is not None:
+        name = format_for(x.dtype, compression.format)
+        name = name if name in ("fp16", "fp8") else None  # which a ReLU can write along with its output
     encoding = _Encoding(name) if name is not None and maker is not None and maker.is_read else None
     function: Any = _ReLU
     output: Tensor = function.apply(x, inplace, encoding)
@@ -46,12 +49,6 @@ class _Encoding:
     def __init__(self, name: str) -> None:
         self.name = name
         self.parts: Parts = ()
-
-
-def _written_format(x: Tensor, compression: Compression) -> str | None:
-    """In which a ReLU can write its output too."""
-    name = None if compression.format is None else format_for(x.dtype, compression.format)
-    return name if name in ("fp16", "fp8") else None
 
 
 class Window(NamedTuple):
@@ -77,12 +74,10 @@ class Window(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of a place in the window."""
         return 4 if self.kernel[0] * self.kernel[1] <= 16 else 8
 
 
 def max_pool2d(x: Tensor, window: Window, compression: Compression) -> Tensor:
-    """As F.max_pool2d."""
     if not _applies(x) or window.kernel[0] * window.kernel[1] > _LARGEST_WINDOW:
         return F.max_pool2d(x, *window[:4], ceil_mode=window.ceil_mode)
     has_zeros = compression.format is None and not x.is_cuda and compression.marks.has(x)
@@ -95,7 +90,6 @@ def max_pool2d(x: Tensor, window: Window, compression: Compression) -> Tensor:
 
 
 def avg_pool2d(x: Tensor, module: nn.AvgPool2d, compression: Compression) -> Tensor:
-    """As the forward of `module`."""
     settings = [
         _pair(module.kernel_size),
         _pair(module.stride),

@@ -38,7 +38,6 @@ def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
 
 
 def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, Parts]:
-    """The same, and the output in fp16 or fp8."""
     dense = x if is_dense(x) else x.clone()
     output, num = torch.empty_like(dense), dense.numel()
     mask = torch.empty(_cdiv(num, 8), dtype=torch.uint8, device=x.device)
@@ -231,7 +230,6 @@ def _shape(window: "Window", size: torch.Size) -> tuple[int, ...]:
 
 
 def encode_floats(dense: Tensor, name: str) -> Parts:
-    """Encode the elements of a tensor without gaps, as they lie in memory."""
     num = dense.numel()
     parts = _empty_parts(num, name, dense.device)
     if name == "fp16":

@@ -64,7 +64,8 @@ class CompressedLayer(Wrapper):
         return output
 
     def _call_saving(self, compression: Compression, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
-        saver = Saver(compression, self._held(inputs), _most_numbers(inputs))
+        most = max((each.numel() for each in inputs if each.is_floating_point()), default=0)
+        saver = Saver(compression, self._held(inputs), most)
         pack = saver.pack  # one object, which hooks are known by
         try:
             with replace(pack, _take):
@@ -77,8 +78,7 @@ class CompressedLayer(Wrapper):
 
     def _held(self, inputs: list[Tensor]) -> dict[int, list[Tensor]]:
         """Return tensors that others hold, by storage: buffers, and inputs without gradients. An input with
-        gradients may have a part of the same storage, as one message of a pipeline has all inputs of a
-        stage."""
+        gradients may lie in the same storage, as a message of a pipeline has all inputs of a stage."""
         tensors = [each for each in inputs if not each.requires_grad]
         for module in self._with_buffers:
             tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
@@ -95,14 +95,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return tensors_of((args, kwargs))
 
 
-def _most_numbers(inputs: list[Tensor]) -> int:
-    """Return the number of elements of the largest floating-point input."""
-    return max((each.numel() for each in inputs if each.is_floating_point()), default=0)
-
-
 class _Encoding(NamedTuple):
-    """Encoded elements of some memory."""
-
     parts: tuple[KeptTensor, ...]
     name: str  # of a format, or _SPARSE
     dtype: torch.dtype
@@ -180,7 +173,8 @@ class Saver:
             self._exact[address] = Memory(tensor)  # views of it are kept as they are too
             return True
         self._num_saved = max(self._num_saved, tensor.numel())
-        return is_few(tensor, self._num_inputs or self._num_saved)
+        num = self._num_inputs or self._num_saved
+        return FEWER * tensor.untyped_storage().nbytes() <= num * tensor.element_size()
 
     def _encode_dense(self, tensor: Tensor, dense: Tensor, address: int) -> _Encoding | None:
         compression, name = self._compression, None
@@ -211,11 +205,6 @@ def _take(saved: "_Encoded | KeptTensor") -> Tensor:
 FEWER: Final = 8
 
 _OPERATIONS: Final = ("SoftmaxBackward", "LogsumexpBackward", "LogcumsumexpBackward", "RsqrtBackward")
-
-
-def is_few(tensor: Tensor, num: int) -> bool:
-    """Return whether the memory of a tensor is small beside `num` numbers."""
-    return FEWER * tensor.untyped_storage().nbytes() <= num * tensor.element_size()
 
 
 def is_power(tensor: Tensor) -> bool:

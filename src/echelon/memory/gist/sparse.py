@@ -44,7 +44,6 @@ def encode(flat: Tensor) -> Sparse | None:
 
 
 def decode(parts: Sparse, num: int) -> Tensor:
-    """All `num` elements, flat."""
     flat = parts.values.new_zeros(num)
     if not len(parts.counts):
         flat[unpack(parts.places, 1, num).bool()] = parts.values

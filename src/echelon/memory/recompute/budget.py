@@ -167,7 +167,9 @@ class _Problem(NamedTuple):
         ends = np.cumsum([len(stage.layers) for stage in stages])
         last = np.repeat(ends, [len(stage.layers) for stage in stages])
         seconds = np.concatenate([[0.0], np.cumsum([layer.seconds for layer in layers])])
-        recomputed = _all_recomputed(layers)
+        saved = np.cumsum([0] + [layer.saved - layer.shared for layer in layers])
+        first = np.array([layer.shared - layer.reused for layer in layers], dtype=np.int64)
+        recomputed = np.asarray(saved[None, :] - saved[:-1, None] + first[:, None], dtype=np.int64)
         recomputed[np.repeat([stage.waiting > 0 for stage in stages], [len(s.layers) for s in stages])] = 0
         # With several stages, kept bytes behind a segment are counted as if they were still there.
         passed = 1 / stages[0].in_flight if len(stages) == 1 and stages[0].in_flight else 0.0
@@ -176,15 +178,8 @@ class _Problem(NamedTuple):
         return cls(stages, layers, in_flight, last, seconds, recomputed, budget, passed, most)
 
     def room(self, limit: int, kept: _Integers) -> _Floats:
-        """Return how much a segment may take when it is computed again, if `kept` bytes are kept up to its
-        input."""
+        """Return how much a segment may take when it is computed again, with `kept` bytes up to its input."""
         return np.asarray(self.budget - limit + self.passed * (limit - kept), dtype=np.float64)
-
-
-def _all_recomputed(layers: Sequence[LayerCost]) -> _Integers:
-    saved = np.cumsum([0] + [layer.saved - layer.shared for layer in layers])
-    first = np.array([layer.shared - layer.reused for layer in layers], dtype=np.int64)
-    return np.asarray(saved[None, :] - saved[:-1, None] + first[:, None], dtype=np.int64)
 
 
 class _Labels:
@@ -242,8 +237,10 @@ def _shortest_paths(problem: _Problem, levels: int) -> Iterator[Choice]:
     if problem.budget < 0:
         return
     free = _label(problem, problem.budget, levels, bounded=False).at(len(problem.layers))
-    fastest = np.inf
-    for limit in _limits(problem, levels // _LEVELS_PER_LIMIT):
+    fastest, number = np.inf, levels // _LEVELS_PER_LIMIT
+    limits = [problem.budget * level // number for level in range(number, 0, -1)]
+    # Of one microbatch, what is behind a segment does not matter.
+    for limit in [problem.budget] if problem.passed == 1 else dict.fromkeys(limits):
         possible = free[0][free[1] <= limit]
         if not possible.size or possible.min() >= fastest:  # nor can a smaller limit be faster
             return
@@ -252,13 +249,6 @@ def _shortest_paths(problem: _Problem, levels: int) -> Iterator[Choice]:
                 fastest = min(fastest, choice.seconds)
                 yield choice
                 break
-
-
-def _limits(problem: _Problem, number: int) -> list[int]:
-    """Bounds of kept bytes, the largest first."""
-    if problem.passed == 1:  # one microbatch: what is behind a segment does not matter
-        return [problem.budget]
-    return list(dict.fromkeys(problem.budget * level // number for level in range(number, 0, -1)))
 
 
 def _label(problem: _Problem, limit: int, levels: int, *, bounded: bool = True) -> _Labels:
@@ -298,7 +288,6 @@ def _begin_segment(problem: _Problem, labels: _Labels, index: int, *, bounded: b
 
 
 def _last_end(problem: _Problem, begin: int) -> int:
-    """Return the end of the longest segment that begins here."""
     end, last = begin, min(int(problem.last[begin]), begin + problem.longest)
     while end < last and problem.layers[end].can_recompute:
         end += 1
@@ -314,7 +303,6 @@ def _choices(problem: _Problem, labels: _Labels) -> Iterator[Choice]:
 
 
 def _path(labels: _Labels, number: int) -> list[tuple[int, int]]:
-    """The segments of a label."""
     segments = []
     while (origin := int(labels.origin.flat[number])) >= 0:
         end, is_kept, _ = np.unravel_index(number, labels.seconds.shape)

@@ -34,9 +34,8 @@ Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage 
 
 
 class BudgetSettings(NamedTuple):
-    """The budget of a plan. `agree_shapes`: as `agree`, of ranks that have microbatches of
-    their own; None where no such ranks communicate inside of layers. `longest`: how many layers a segment
-    may have."""
+    """The budget of a plan. `agree_shapes`: as `agree`, of ranks with microbatches of their own; None where
+    no such ranks communicate inside of layers. `longest`: how many layers a segment may have."""
 
     num_bytes: int
     agree: Agree
@@ -45,8 +44,6 @@ class BudgetSettings(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """The measurements of one forward pass."""
-
     shapes: Shapes
     layers: list[LayerMeasurement]
     loss: SavedBytes
@@ -86,13 +83,10 @@ class BudgetedStage(LayerRuns):
         with self._outside.paused():
             if self._pass is not None:
                 return self._call_measured(self._pass, place, args, kwargs)
-            return self._call_chosen(layer, place, args, kwargs)
-
-    def _call_chosen(self, layer: RecomputedLayer, place: int, args: Any, kwargs: Any) -> Any:
-        segment = next((s for s in self._segments if s[0] <= place < s[1]), None)
-        if segment is None:
-            return layer.inner(*args, **kwargs)
-        return self._call_in(self._run(place, follows=place > segment[0]), layer, args, kwargs)
+            segment = next((s for s in self._segments if s[0] <= place < s[1]), None)
+            if segment is None:
+                return layer.inner(*args, **kwargs)
+            return self._call_in(self._run(place, follows=place > segment[0]), layer, args, kwargs)
 
     def _start_pass(self, shapes: Shapes) -> None:
         """A forward pass begins. A microbatch that is no larger than another one of the step takes the same
@@ -133,9 +127,8 @@ class BudgetedStage(LayerRuns):
         return output
 
     def _goes_on(self, measured: StagePass, place: int) -> bool:
-        """Return whether a layer belongs to the segment before it: segments of single layers would keep too
-        many inputs, and this one does not yet save half of the budget. Later layers are mostly as the
-        last."""
+        """Return whether a layer belongs to the segment before it: single layers would keep too many inputs,
+        and this segment does not yet save half of the budget. Later layers are mostly as the last."""
         if not measured.segments or measured.segments[-1][1] != place:
             return False
         begin, _ = measured.segments[-1]
@@ -166,7 +159,6 @@ class BudgetedStage(LayerRuns):
 
     @contextmanager
     def during_loss(self) -> Iterator[None]:
-        """Around the loss, which saves something too."""
         if self._pass is None:
             yield
             return
@@ -185,8 +177,7 @@ class BudgetedStage(LayerRuns):
         self.measured.clear()
 
     def costs(self, measured: StagePass) -> StageCosts:
-        """Return the costs of a stage: of each, the largest that ranks which run the same segments have
-        measured."""
+        """Return the costs of a stage: the largest that ranks which run the same segments have measured."""
         layers = measured.layers
         previous = [None, *layers]
         costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
@@ -196,7 +187,10 @@ class BudgetedStage(LayerRuns):
         *numbers, loss, outside_bytes = self._budget.agree(
             [*(n for cost in costs for n in _numbers(cost)), measured.loss.total, outside]
         )
-        agreed = [_cost(*numbers[begin : begin + 5]) for begin in range(0, len(numbers), 5)]
+        agreed = [
+            LayerCost(round(saved), round(size), seconds, round(-reused), round(-shared))
+            for saved, size, seconds, reused, shared in zip(*[iter(numbers)] * 5, strict=True)
+        ]
         in_flight, waiting = self._in_flight
         last = LayerCost(round(loss), 0, 0.0, can_recompute=False)
         return StageCosts((*agreed, last), in_flight, waiting, round(outside_bytes))
@@ -225,10 +219,6 @@ def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCo
 def _numbers(cost: LayerCost) -> list[float]:
     """Return the numbers of a cost so that larger is worse."""
     return [cost.saved, cost.input, cost.seconds, -cost.reused, -cost.shared]
-
-
-def _cost(saved: float, size: float, seconds: float, reused: float, shared: float) -> LayerCost:
-    return LayerCost(round(saved), round(size), seconds, round(-reused), round(-shared))
 
 
 def _shapes(arguments: Any) -> Shapes:
@@ -276,8 +266,7 @@ class RankBudget(StepObserver):
         return stage.during_loss()
 
     def after_passes(self) -> None:
-        """The passes of a step are over: choose for the shapes that it has measured. Ranks that run the same
-        segments call this together."""
+        """Choose for the shapes that a step has measured, together with ranks that run the same segments."""
         measured = [(stage, each) for stage in self._stages for each in stage.measured.values()]
         for stage, each in measured:
             self._costs[stage], self._measured[stage] = stage.costs(each), tuple(each.segments)

@@ -55,8 +55,6 @@ class _Same(NamedTuple):
 
 
 class _SavedInput(NamedTuple):
-    """A tensor that is kept."""
-
     kept: Kept
     requires_grad: bool
     is_leaf: bool
@@ -243,14 +241,12 @@ def _unmarked(states: Mapping[Slot, _Before], changed: set[Slot]) -> set[Slot]:
     """Return buffers that changed without a new version, as statistics that a forward passes to `batch_norm`
     itself. Others of the same module may have kept their values by chance. Reads the device."""
     rest = {slot: state for slot, state in states.items() if slot not in changed}
-    modules = {slot[0] for slot, state in rest.items() if _has_new_value(state)}
+    modules = {
+        module
+        for (module, _), (tensor, _, copy) in rest.items()
+        if tensor is not None and copy is not None and not torch.equal(tensor, copy)
+    }
     return {slot for slot in rest if slot[0] in modules}
-
-
-def _has_new_value(before: _Before) -> bool:
-    if before.tensor is None or before.copy is None:
-        return False
-    return not torch.equal(before.tensor, before.copy)
 
 
 @final
@@ -320,7 +316,6 @@ class LayerCall:
             self._print = OutputPrint(output)
 
     def arguments(self, output: Any) -> tuple[Any, Any]:
-        """For the second run, in which the call before has returned `output`."""
         return self._arguments.rebuild(output)
 
     @contextmanager

@@ -30,8 +30,6 @@ class LayerInput(NamedTuple):
 
 @final
 class LayerMeasurement:
-    """One layer of one pass."""
-
     def __init__(
         self, name: str, arguments: Any, inputs: SavedInputs, excluded: set[int], device: torch.device
     ) -> None:
@@ -72,7 +70,6 @@ class LayerMeasurement:
         self._read_seconds = read
 
     def returned(self, output: Any) -> None:
-        """Note the storages of the outputs, which the next layer takes."""
         self.outputs = _storages(tree_leaves(output))
 
     @property

@@ -16,7 +16,7 @@ from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.memory.recompute.budget_stage import BudgetedStage, BudgetSettings, RankBudget
-from echelon.memory.recompute.saved_inputs import ContiguousInputs, SavedInputs, SplitInputs, WholeInputs
+from echelon.memory.recompute.saved_inputs import ContiguousInputs, SavedInputs, SplitInputs
 from echelon.memory.recompute.second_run import SecondRunCheck
 from echelon.memory.recompute.segment import Segment, SegmentSettings
 from echelon.memory.recompute.selective import SelectiveRecompute
@@ -56,12 +56,14 @@ def recompute_layers(
         for segment in segments:
             Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)
     if budgeted:
-        observers.add(_share_budget(budgeted, local, mesh, wrapping))
+        for each in budgeted.values():
+            each.wrap(wrapping)
+        pairs = {number: (each, local.stages[number].module) for number, each in budgeted.items()}
+        observers.add(RankBudget(_settings(mesh), pairs, str(plan)))
 
 
 def _make_inputs(mesh: Mesh, observers: Observers) -> SavedInputs:
-    """Return the store of a stage's inputs."""
-    inputs: SavedInputs = WholeInputs()
+    inputs = SavedInputs()
     if mesh.plan.contiguous:
         inputs = contiguous = ContiguousInputs(mesh.device, inputs)
         observers.add(contiguous)
@@ -119,22 +121,11 @@ def backward_follows(program: Program, stage: int) -> bool:
 def _make_budgeted(
     names: Mapping[nn.Module, str], settings: SegmentSettings, mesh: Mesh, program: Program, stage: int
 ) -> BudgetedStage:
-    """Return the layers of one stage of this rank under its budget."""
     rank = mesh.group("pipeline").rank
     in_flight = _in_flight(program, rank, stage)
     if not mesh.plan.flushes:  # a step of these begins with a full pipeline
         in_flight = (program.stages - stage, 0)
     return BudgetedStage(list(names), list(names.values()), settings, _settings(mesh), in_flight)
-
-
-def _share_budget(
-    stages: Mapping[int, BudgetedStage], local: LocalStages, mesh: Mesh, wrapping: Wrapping
-) -> RankBudget:
-    """Let the stages of this rank share its budget."""
-    for budgeted in stages.values():
-        budgeted.wrap(wrapping)
-    pairs = {number: (budgeted, local.stages[number].module) for number, budgeted in stages.items()}
-    return RankBudget(_settings(mesh), pairs, str(mesh.plan))
 
 
 def _settings(mesh: Mesh) -> BudgetSettings:
@@ -150,8 +141,7 @@ def _settings(mesh: Mesh) -> BudgetSettings:
 
 def _agree(groups: Sequence[Group], device: torch.device, numbers: Sequence[float]) -> list[float]:
     """Return the largest of each number over the ranks of groups. Reads the device: for new shapes, once per
-    layer and once at the end of the step; with expert > 1 also once per forward pass, beside the reads of
-    every layer with experts."""
+    layer and once at the end of the step; with expert > 1 also once per forward pass."""
     if all(group.size == 1 for group in groups):
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)

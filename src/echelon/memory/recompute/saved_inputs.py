@@ -9,12 +9,13 @@ import weakref
 import zlib
 from bisect import bisect_left, insort
 from collections import deque
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.collectives.fingerprint import device_fingerprint
 from echelon.memory.storages import is_dense
@@ -23,40 +24,22 @@ from echelon.parallel.observer import StepObserver
 
 
 class ArgumentName(NamedTuple):
-    """The name of an argument of a layer."""
-
     layer: str
     number: int
 
 
-class Kept(Protocol):
-    """Returns the values of a tensor."""
+class SavedInputs:
+    """Keeps tensors: as they are, or in other memory. `hooks`: those around the layer, which count them."""
 
-    def take(self) -> Tensor: ...
-
-
-class SavedInputs(Protocol):
-    """Keeps a tensor in some memory. `hooks`: those around the layer, which count what is kept."""
-
-    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> Kept: ...
-
-    def keeps_memory(self, tensor: Tensor, argument: ArgumentName) -> bool:
-        """Return whether `keep` will hold the very memory of the tensor: then autograd may save it too."""
-
-    def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:
-        """Return the bytes that `keep` will hold."""
-
-
-class WholeInputs:
-    """Keeps tensors as they are."""
-
-    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> Kept:  # noqa: ARG002
+    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> "Kept":  # noqa: ARG002
         return KeptTensor(tensor, hooks)
 
     def keeps_memory(self, tensor: Tensor, argument: ArgumentName) -> bool:  # noqa: ARG002
+        """Return whether `keep` will hold the very memory of the tensor: then autograd may save it too."""
         return True
 
     def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:  # noqa: ARG002
+        """Return the bytes that `keep` will hold."""
         return tensor.untyped_storage().nbytes()
 
 
@@ -77,7 +60,6 @@ class Slots:
         self.size = 0
 
     def take(self, num_bytes: int) -> int:
-        """Take a slot, and return where it begins."""
         self._collect()
         begin, size = 0, round_up(max(num_bytes, 1), ALIGNMENT)
         for other_begin, other_end in self._taken:
@@ -97,7 +79,7 @@ class Slots:
 
 
 @final
-class ContiguousInputs(StepObserver):
+class ContiguousInputs(SavedInputs, StepObserver):
     """Keeps copies in one memory; what has no gradient (a mask that all layers take) is kept by `inner`.
 
     Inputs live from a forward pass to its backward pass, and all else that is allocated between is gone
@@ -111,7 +93,7 @@ class ContiguousInputs(StepObserver):
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._slots = Slots()
 
-    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> Kept:
+    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> "Kept":
         if self.keeps_memory(tensor, argument):
             return self._inner.keep(tensor, hooks, argument)
         slot = self._take(tensor.nbytes).view(tensor.dtype)
@@ -141,7 +123,11 @@ class ContiguousInputs(StepObserver):
         memory = self.memory[begin : begin + num_bytes]
         if len(memory) < num_bytes:
             memory = self.memory.new_empty(num_bytes)
-        return _alias(memory, self._slots, begin)
+        # A view would share the storage of the whole memory: nothing would tell when the last tensor of a
+        # slot, which autograd may have saved, is gone. The array that torch keeps for a storage does.
+        owner: Any = _CudaMemory(memory) if memory.is_cuda else memory.numpy()
+        weakref.finalize(owner, self._slots.free, begin)
+        return torch.as_tensor(owner, device=memory.device)
 
 
 class _CudaMemory:
@@ -157,17 +143,8 @@ class _CudaMemory:
         }
 
 
-def _alias(memory: Tensor, slots: Slots, begin: int) -> Tensor:
-    """Return the same bytes with a storage of their own, which calls `slots.free(begin)` at its end."""
-    # A view would share the storage of the whole memory: nothing would tell when the last tensor of a slot,
-    # which may be one that autograd has saved, is gone. The array that torch keeps alive for a storage does.
-    owner: Any = _CudaMemory(memory) if memory.is_cuda else memory.numpy()
-    weakref.finalize(owner, slots.free, begin)
-    return torch.as_tensor(owner, device=memory.device)
-
-
 @final
-class SplitInputs:
+class SplitInputs(SavedInputs):
     """Keeps parts over a group of ranks; what cannot be split, and the parts, are kept by `inner`.
 
         forward     rank 0 keeps | x₀ x₁ |   rank 1 keeps | x₂ 0 |      parts of equal size, padded
@@ -182,7 +159,7 @@ class SplitInputs:
         self._group, self._inner = group, inner
         self._is_same: dict[ArgumentName, bool] = {}
 
-    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> Kept:
+    def keep(self, tensor: Tensor, hooks: Hooks | None, argument: ArgumentName) -> "Kept":
         if not self._is_split(tensor, argument):
             return self._inner.keep(tensor, hooks, argument)
         part = _part(tensor.detach(), self._group).requires_grad_()
@@ -212,7 +189,7 @@ class SplitInputs:
 class _SplitTensor:
     """This rank's part of a tensor, and the shape of the whole."""
 
-    def __init__(self, part: Kept, tensor: Tensor, group: Group) -> None:
+    def __init__(self, part: "Kept", tensor: Tensor, group: Group) -> None:
         self._part, self._group = part, group
         self._shape, self._strides = tensor.shape, tensor.stride()
 
@@ -224,12 +201,14 @@ class _SplitTensor:
         return whole.as_strided(self._shape, self._strides)
 
 
+Kept = KeptTensor | _SplitTensor
+
+
 def _part_size(tensor: Tensor, group: Group) -> int:
     return -(-tensor.numel() // group.size)
 
 
 def _part(tensor: Tensor, group: Group) -> Tensor:
-    """A copy of this rank's elements, in the order of memory."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
     size = _part_size(flat, group)
     own = flat[size * group.rank : size * (group.rank + 1)]
@@ -243,10 +222,7 @@ def _compare(tensor: Tensor, group: Group) -> tuple[bool, bool]:
     device; ranks must call it together."""
     form = zlib.crc32(f"{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}".encode())
     own = torch.cat([device_fingerprint(tensor), torch.tensor([form], device=tensor.device)])
-    gathered = own.new_empty(group.size * len(own))
-    with group.ledger.about("checks"):
-        group.all_gather(gathered, own)
-    is_same = (gathered.view(group.size, -1) == own).all()
+    is_same = (gather_rows(own, group, "checks") == own).all()
     flat = tensor.detach().flatten()
     is_same, is_constant = torch.stack([is_same, (flat == flat[:1]).all()]).tolist()
     return is_same, is_constant

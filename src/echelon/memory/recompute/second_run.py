@@ -55,18 +55,8 @@ class Surroundings:
             around.enter_context(self._modes.restored(self._modules))
             for states in self._generators:
                 around.enter_context(_drawing_from(states))
-            around.enter_context(self._seeing())
+            around.enter_context(self._view.seeing(self._length, self._shared))
             yield
-
-    @contextmanager
-    def _seeing(self) -> Iterator[None]:
-        view = self._view
-        current = view.true_length, view.shared
-        view.true_length, view.shared = self._length, self._shared
-        try:
-            yield
-        finally:
-            view.true_length, view.shared = current
 
 
 @contextmanager
@@ -159,7 +149,6 @@ class OutputPrint:
         return (len(self._bits), len(self._measures)) == (len(other._bits), len(other._measures))
 
     def differs(self, other: "OutputPrint") -> list[Tensor]:
-        """A flag for each tensor."""
         flags = [(one != two).any() for one, two in zip(self._bits, other._bits, strict=True)]
         pairs = zip(self._measures, other._measures, strict=True)
         is_near = [near(torch.stack([one, two])[:, None], eps).all() for (one, eps), (two, _) in pairs]

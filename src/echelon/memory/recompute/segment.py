@@ -193,7 +193,8 @@ class Run:
             pass
         except TapeEndedError:
             raise recorder.differs("asked for more results that are computed once") from None
-        recorder.check_complete()
+        if len(recorder.tensors) < len(recorder.wanted):
+            raise recorder.differs(f"saved {recorder.num_seen} tensors instead of {len(self.forms)}")
         return recorder.tensors
 
 
@@ -224,31 +225,27 @@ class Recorder:
 
     def __init__(self, run: Run, calls: Sequence[LayerCall], *, stops: bool) -> None:
         """`stops`: the run ends as soon as it has all of them."""
-        self._forms, self._wanted, self._stops = run.forms, set(run.places), stops
+        self._forms, self.wanted, self._stops = run.forms, set(run.places), stops
         self._observer = run._observer
-        self._num_seen = 0
+        self.num_seen = 0
         self.call = calls[0]
         self.tensors: dict[int, KeptTensor] = {}
 
     @untraced
     def pack(self, tensor: Tensor) -> KeptTensor:
-        number = self._num_seen
-        self._num_seen += 1
+        number = self.num_seen
+        self.num_seen += 1
         if number >= len(self._forms):
             raise self.differs(f"saved more than {len(self._forms)} tensors")
-        kept = KeptTensor(tensor, self._observer if number in self._wanted else None)
-        if number in self._wanted:
+        kept = KeptTensor(tensor, self._observer if number in self.wanted else None)
+        if number in self.wanted:
             form, first = Form.of(tensor), self._forms[number]
             if form != first:
                 raise self.differs(f"saved a tensor of {form} instead of {first}")
             self.tensors[number] = kept
-            if self._stops and len(self.tensors) == len(self._wanted):
+            if self._stops and len(self.tensors) == len(self.wanted):
                 raise AllRecorded
         return kept
-
-    def check_complete(self) -> None:
-        if len(self.tensors) < len(self._wanted):
-            raise self.differs(f"saved {self._num_seen} tensors instead of {len(self._forms)}")
 
     def differs(self, what: str) -> UserError:
         return UserError(

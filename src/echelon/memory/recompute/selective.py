@@ -33,6 +33,7 @@ from echelon.memory.recompute.selective_operations import (
     returns_new_memory,
     writes,
 )
+from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import KeptTensor, current_hooks, is_recorded
 from echelon.nn.autograd.saved_tensors import replace as replace_saved
 from echelon.parallel.observer import ForwardPass, StepObserver
@@ -126,7 +127,9 @@ class _Need:
 
     def num_new_bytes(self) -> int:
         """Several arguments may lie in one storage."""
-        return sum({_address(tensor): num_bytes for _, tensor, num_bytes in self.held if num_bytes}.values())
+        return sum(
+            {address_of(tensor): num_bytes for _, tensor, num_bytes in self.held if num_bytes}.values()
+        )
 
 
 class _Memo:
@@ -169,7 +172,7 @@ class _Memo:
         """Keep a tensor, which is in this memory; others share it."""
         kept = KeptTensor(tensor, self._hooks)
         if memory is None:
-            self._memories[_address(tensor)] = _Memory(tensor, None, kept)
+            self._memories[address_of(tensor)] = _Memory(tensor, None, kept)
         elif memory.kept is None:
             memory.kept = kept
         return kept
@@ -243,12 +246,12 @@ class _Memo:
             return kind is not Tensor and issubclass(kind, nn.Parameter)
         is_weight = issubclass(kind, nn.Parameter) or issubclass(type(tensor._base), nn.Parameter)
         if is_weight:
-            self._weights.add(_address(tensor))
+            self._weights.add(address_of(tensor))
         return is_weight
 
     def _is_freed(self, tensor: Tensor) -> bool:
         """Return whether it is a weight that the backward pass may not find in memory."""
-        return self._frees_weights and _address(tensor) in self._weights
+        return self._frees_weights and address_of(tensor) in self._weights
 
     # What the forward pass does.
 
@@ -277,7 +280,7 @@ class _Memo:
         for number, output in enumerate(outputs):
             if isinstance(output, Tensor):
                 call.cost += output.nbytes if cost is None else 0
-                self._memories[_address(output)] = _Memory(output, Output(call, number), None)
+                self._memories[address_of(output)] = _Memory(output, Output(call, number), None)
 
     def _stand_in(self, leaf: Any, sources: list[Source]) -> Any:
         """Return the replacement of an argument in a call; append its sources."""
@@ -306,7 +309,7 @@ class _Memo:
         """Arguments were written: no call makes them as they are now."""
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._memories.pop(_address(leaf), None)
+                self._memories.pop(address_of(leaf), None)
 
 
 class _Watch(TorchFunctionMode):
@@ -367,8 +370,3 @@ class _SpecialTensorError(Exception):
 def _num_bytes(tensor: Tensor) -> int:
     """Return the bytes of keeping a tensor: no more than its storage, of which it may repeat elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of the storage of a tensor."""
-    return int(tensor.untyped_storage()._cdata)

@@ -33,8 +33,6 @@ class View(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One output of a call."""
-
     call: "Call"
     number: int
 

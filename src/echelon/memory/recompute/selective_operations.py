@@ -133,8 +133,7 @@ def drops_nothing(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def passes_product(function: Callable[..., Any], *, in_sum: bool) -> bool:
-    """Return whether a product may run again as an argument of `function`, which is itself that of a sum or
-    not."""
+    """Return whether a product may run again as an argument of `function`. `in_sum`: that is one of a sum."""
     return function in _SUMS or (in_sum and function in _DROPOUTS)
 
 

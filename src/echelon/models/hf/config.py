@@ -48,12 +48,20 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read(model_type: str, raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """Read the values of a ModelConfig."""
     dialect = DIALECTS[model_type]
-    errors += _demand_errors(dialect, raw)
+    errors += [
+        f"{key}={raw[key]!r}: is not supported; must be {' or '.join(map(repr, supported))}"
+        for key, supported in dialect.demanded.items()
+        if raw.get(key, supported[0]) not in supported
+    ]
     values = _read_sizes(dialect, raw, errors)
     if dialect.family == "gpt":
-        values |= _read_dropout(raw, errors)
+        embedding, values["dropout"] = (raw.get(key, 0.1) for key in _DROPOUTS)
+        if embedding != values["dropout"]:
+            errors.append(
+                f"embd_pdrop={embedding!r} resid_pdrop={values['dropout']!r}: one dropout serves both; make "
+                "them equal"
+            )
     else:
         values |= _read_rope(raw, dialect.rope_theta, errors)
     if dialect.experts:
@@ -115,22 +123,19 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     raw |= {key: getattr(config, field) for field, key in keys.items()}
     raw |= {key: values[0] for key, values in dialect.demanded.items() if values[0] is not None}
     if config.family == "gpt":
-        return raw | _write_dropout(config)
+        return raw | dict.fromkeys(_DROPOUTS, config.dropout) | {"attn_pdrop": 0.0}
     # Their defaults are not ours.
     raw["intermediate_size"] = config.ffn_width
     if dialect.optional["kv_heads"][1] is not None:
         raw["num_key_value_heads"] = config.num_kv_heads
     if "head_width" in keys:
         raw["head_dim"] = config.head_dim
-    return raw | _write_rope(config) | write_experts(model_type, dialect, config)
-
-
-def _demand_errors(dialect: Dialect, raw: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key}={raw[key]!r}: is not supported; must be {' or '.join(map(repr, values))}"
-        for key, values in dialect.demanded.items()
-        if raw.get(key, values[0]) not in values
-    ]
+    # Rotary positions in the format of transformers 4, which transformers 5 still reads.
+    raw |= {"rope_theta": config.rope_theta, "rope_scaling": None}
+    if config.rope_scaling is not None:
+        fields = {hf_key: getattr(config.rope_scaling, field) for field, hf_key in _ROPE_SCALING.items()}
+        raw["rope_scaling"] = {"rope_type": "llama3", **fields}
+    return raw | write_experts(model_type, dialect, config)
 
 
 def _read_sizes(dialect: Dialect, raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
@@ -142,19 +147,6 @@ def _read_sizes(dialect: Dialect, raw: Mapping[str, Any], errors: list[str]) -> 
     if type(heads) is int and heads > 0 and type(head_width) is int and values["width"] == heads * head_width:
         values["head_width"] = None  # it follows from the others
     return values
-
-
-def _read_dropout(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    embedding, residual = (raw.get(key, 0.1) for key in _DROPOUTS)
-    if embedding != residual:
-        errors.append(
-            f"embd_pdrop={embedding!r} resid_pdrop={residual!r}: one dropout serves both; make them equal"
-        )
-    return {"dropout": residual}
-
-
-def _write_dropout(config: ModelConfig) -> dict[str, Any]:
-    return dict.fromkeys(_DROPOUTS, config.dropout) | {"attn_pdrop": 0.0}
 
 
 def _read_rope(raw: Mapping[str, Any], theta: float, errors: list[str]) -> dict[str, Any]:
@@ -174,15 +166,6 @@ def _read_rope(raw: Mapping[str, Any], theta: float, errors: list[str]) -> dict[
     elif kind != "default":
         errors.append(f"rope_type={kind!r}: is not supported; must be 'default' or 'llama3'")
     return values
-
-
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    """In the format of transformers 4, which transformers 5 still reads."""
-    raw: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
-    if config.rope_scaling is not None:
-        fields = {hf_key: getattr(config.rope_scaling, field) for field, hf_key in _ROPE_SCALING.items()}
-        raw["rope_scaling"] = {"rope_type": "llama3", **fields}
-    return raw
 
 
 def _checked(kind: Callable[..., T], values: Mapping[str, Any], errors: list[str]) -> T | None:
@@ -208,7 +191,6 @@ _IS_BALANCED, _PER_SAMPLE = "output_router_logits", "seq_aux"
 def read_experts(
     model_type: str, dialect: Dialect, raw: Mapping[str, Any], errors: list[str]
 ) -> dict[str, Any]:
-    """Read the values of an ExpertsConfig."""
     values = {
         name: raw.get(key, raw.get(_OTHER_KEYS.get(key, key), default))
         for name, (key, default) in dialect.experts.items()
@@ -231,21 +213,19 @@ def read_experts(
 
 
 def write_experts(model_type: str, dialect: Dialect, config: ModelConfig) -> dict[str, Any]:
-    """Write the keys of config.json."""
     experts = config.experts
     if experts is None:
         return {}
     raw = {key: getattr(experts, name) for name, (key, _) in dialect.experts.items()}
     if model_type == "deepseek":
         raw[_PER_SAMPLE] = False
+        raw[_NUM_SHARED] = experts.shared // experts.hidden or None
     else:
         sparse = config.layers - experts.first_dense
         raw[dialect.experts["balance"][0]] = experts.balance * sparse / experts.top_k
         raw[_IS_BALANCED] = experts.balance > 0
     if model_type == "qwen3_moe":
         raw[_DENSE_LAYERS] = list(range(experts.first_dense))
-    if model_type == "deepseek":
-        raw[_NUM_SHARED] = experts.shared // experts.hidden or None
     return raw
 
 
@@ -269,8 +249,5 @@ def _read_balance(model_type: str, raw: Mapping[str, Any], values: Mapping[str, 
 
 def computed_with(experts: ExpertsConfig | None) -> dict[str, object]:
     """Return the fields that a model computes with: all but those that it is only trained with."""
-    return {
-        name: value
-        for name, value in (vars(experts) if experts else {}).items()
-        if name not in TRAINING_FIELDS
-    }
+    fields = vars(experts) if experts else {}
+    return {name: value for name, value in fields.items() if name not in TRAINING_FIELDS}

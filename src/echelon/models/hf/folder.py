@@ -17,6 +17,7 @@ from echelon.models.build import build
 from echelon.models.config import ModelConfig
 from echelon.models.hf.config import config_from_hf, config_to_hf
 from echelon.models.hf.dialects import OWN_TYPE, dialect_of
+from echelon.models.image.model import load_weights
 from echelon.models.transformer import Transformer
 from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder
 from echelon.state.weight_files.layout import WeightLayout, Window, is_same, read_pieces, tensor_errors, whole
@@ -30,12 +31,7 @@ def load_hf(folder: str | Path) -> Transformer:
         raise UserError(f"Hugging Face folder '{folder}': there is no such folder")
     with torch.device("meta"):  # no memory and no random values for weights that are loaded
         model = build(_read_config(folder))
-    weights = WeightFolder(folder, model.weight_layout)
-    weights.check()
-    state = model.state_dict()
-    for name in weights.names():
-        (state[name],) = weights.read(name, [whole(state[name].shape)])
-    model.load_state_dict(state, assign=True)
+    load_weights(model, WeightFolder(folder, model.weight_layout))
     model.tie()
     return model
 

@@ -91,8 +91,13 @@ def hf_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collectio
     Files of the bare model lack the base name. A tied head is left out, as transformers does, or is a copy.
     `state` has the shapes of ours.
     """
-    if dialect_of(config) == OWN_TYPE:
-        return _own_layout(config, state, names)
+    ties = {HEAD: EMBEDDING} if config.tied else {}
+    if dialect_of(config) == OWN_TYPE:  # files with our names
+        return WeightLayout(
+            tensors={name: whole_tensor(name, state[name], name) for name in state if name not in ties},
+            ties=ties,
+            copies={name: first for name, first in ties.items() if name in names},
+        )
     base = _NAMES[config.family].base
     constants = {name for name in names if _CONSTANT.search(name)}
     is_bare = bool(names) and not any(name.startswith(base) for name in names if name not in constants)
@@ -103,19 +108,9 @@ def hf_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collectio
     embedding = next(iter(tensors))
     return WeightLayout(
         tensors=tensors,
-        ties={HEAD: EMBEDDING} if config.tied else {},
+        ties=ties,
         copies={_HF_HEAD: embedding} if config.tied and _HF_HEAD in names else {},
         ignored=constants,
-    )
-
-
-def _own_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collection[str]) -> WeightLayout:
-    """Return the layout of files with our names."""
-    ties = {HEAD: EMBEDDING} if config.tied else {}
-    return WeightLayout(
-        tensors={name: whole_tensor(name, state[name], name) for name in state if name not in ties},
-        ties=ties,
-        copies={name: first for name, first in ties.items() if name in names},
     )
 
 
@@ -123,7 +118,12 @@ def _tensors(
     config: ModelConfig, state: Mapping[str, Tensor], stored: Collection[str]
 ) -> Iterator[FileTensor]:
     """Yield every Hugging Face tensor; the embedding is the first."""
-    names, experts = _NAMES[config.family], mixture_names(config, stored)
+    # The names of mixtures in files with these tensors; without any, those that we write.
+    if stored:
+        is_mixtral = any(f".{_MIXTRAL.mixture}" in name for name in stored)
+    else:
+        is_mixtral = dialect_of(config) == "mixtral"
+    names, experts = _NAMES[config.family], _MIXTRAL if is_mixtral else _QWEN
     yield _join(_Rule(names.embedding, (EMBEDDING,)), state)
     for hf_name, name in names.outside_blocks.items():
         yield _join(_Rule(hf_name, (name,)), state)
@@ -191,13 +191,6 @@ _SHARED = {
     "shared.up.weight": "shared_experts.up_proj.weight",
     "shared.down.weight": "shared_experts.down_proj.weight",
 }
-
-
-def mixture_names(config: ModelConfig, stored: Collection[str]) -> MixtureNames:
-    """Return the names that files with these tensors have; without any, those that we write."""
-    if stored:
-        return _MIXTRAL if any(f".{_MIXTRAL.mixture}" in name for name in stored) else _QWEN
-    return _MIXTRAL if dialect_of(config) == "mixtral" else _QWEN
 
 
 def expert_tensors(

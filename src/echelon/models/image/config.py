@@ -43,27 +43,21 @@ class ImageConfig:
             for name, known in (("family", get_args(ImageFamily)), ("stem", get_args(Stem)))
             if (value := getattr(self, name)) not in known
         ]
-        errors += value_errors(self, "count", "classes", "image_size", "divisor") + value_errors(
-            self, "fraction", "dropout"
-        )
-        raise_errors("image model config", errors or self._name_errors())
+        errors += value_errors(self, "count", "classes", "image_size", "divisor")
+        errors += value_errors(self, "fraction", "dropout")
+        names = self.class_names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if not errors and names and len(names) != self.classes:
+            errors.append(
+                f"classes={self.classes} class_names: has {len(names)} names; give one for each class"
+            )
+        elif not errors and twice:
+            errors.append(f"class_names: {', '.join(twice)} is there twice; give each class its own name")
+        raise_errors("image model config", errors)
 
     def channels(self, published: int) -> int:
         """Divide a number of channels of the published network; at least 1 is left."""
         return max(1, published // self.divisor)
-
-    def _name_errors(self) -> list[str]:
-        names = self.class_names
-        if names and len(names) != self.classes:
-            return [f"classes={self.classes} class_names: has {len(names)} names; give one for each class"]
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            return [f"class_names: {', '.join(twice)} is there twice; give each class its own name"]
-        return []
-
-
-def _tiny(config: ImageConfig) -> ImageConfig:
-    return ImageConfig(config.family, classes=8, image_size=32, divisor=16, stem="small")
 
 
 _PUBLISHED = {
@@ -74,11 +68,13 @@ _PUBLISHED = {
     "inception-v1": ImageConfig("inception", dropout=0.4),
     "resnet-50": ImageConfig("resnet50"),
 }
-_PRESETS = {**_PUBLISHED, **{f"{name}-tiny": _tiny(config) for name, config in _PUBLISHED.items()}}
+_PRESETS = _PUBLISHED | {
+    f"{name}-tiny": ImageConfig(config.family, classes=8, image_size=32, divisor=16, stem="small")
+    for name, config in _PUBLISHED.items()
+}
 
 
 def image_presets() -> tuple[str, ...]:
-    """List the names that `image_preset` knows."""
     return tuple(_PRESETS)
 
 
@@ -94,7 +90,6 @@ _FIELDS = ("family", "classes", "image_size", "divisor", "stem", "dropout")
 
 
 def config_to_json(config: ImageConfig, dtype: str) -> dict[str, Any]:
-    """Write the config.json of weights of this type."""
     return {
         "architectures": ["ImageModel"],
         "model_type": MODEL_TYPE,
@@ -105,7 +100,6 @@ def config_to_json(config: ImageConfig, dtype: str) -> dict[str, Any]:
 
 
 def config_from_json(raw: Mapping[str, Any]) -> ImageConfig:
-    """Read the config in a config.json."""
     if raw.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"{CONFIG} has model_type={raw.get('model_type')!r}: must be '{MODEL_TYPE}', as a training of an "

@@ -65,10 +65,14 @@ def load_image(folder: str | Path) -> ImageModel:
         raise UserError(f"image model '{folder}': there is no such folder")
     with torch.device("meta"):  # no memory and no random values for weights that are loaded
         model = ImageModel(read_image_config(folder))
-    weights = WeightFolder(folder, partial(plain_layout, model))
+    load_weights(model, WeightFolder(folder, partial(plain_layout, model)))
+    return model
+
+
+def load_weights(model: nn.Module, weights: WeightFolder) -> None:
+    """Fill a model without memory with the weights of a folder, which must be those of the model."""
     weights.check()
     state = model.state_dict()
     for name in weights.names():
         (state[name],) = weights.read(name, [whole(state[name].shape)])
     model.load_state_dict(state, assign=True)
-    return model

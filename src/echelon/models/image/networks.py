@@ -21,17 +21,20 @@ class Conv(nn.Conv2d):
     """nn.Conv2d with He's initial values: the variance of what passes through ReLUs stays."""
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        _reset_before_relu(self)
 
 
 class HiddenLinear(nn.Linear):
     """nn.Linear before a ReLU, with He's initial values."""
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
-        nn.init.zeros_(self.bias)
+        _reset_before_relu(self)
+
+
+def _reset_before_relu(layer: nn.Conv2d | nn.Linear) -> None:
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 class ClassLinear(nn.Linear):
@@ -72,7 +75,7 @@ class LayerList:
 
     layers = LayerList(config)
     layers.conv(64, kernel=3, padding=1)
-    layers.max_pool(2, stride=2)            # a part of the layer before
+    layers.max_pool(2)                      # a part of the layer before
     """
 
     def __init__(self, config: ImageConfig) -> None:
@@ -82,7 +85,6 @@ class LayerList:
         self._before: list[nn.Module] = [ImageInput(config.image_size)]
 
     def add(self, *parts: nn.Module) -> None:
-        """Add a layer of these parts."""
         self.layers.append(nn.Sequential(*self._before, *parts))
         self._before = []
 
@@ -92,10 +94,17 @@ class LayerList:
         self.channels = channels
         self._shrink("convolution", kernel, stride, padding)
 
-    def max_pool(self, kernel: int, *, stride: int, padding: int = 0, ceil: bool = False) -> None:
-        """End the last layer with a pooling. `ceil`: a window that begins inside counts."""
-        self.layers[-1].append(nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil))
-        self._shrink("pooling", kernel, stride, padding, ceil)
+    def stem(self, channels: int, *, padding: int = 0) -> None:
+        """Add the first layer: 11 × 11 with stride 4 as published, or 5 × 5 for small images."""
+        if self.config.stem == "published":
+            self.conv(channels, 11, stride=4, padding=padding)
+        else:
+            self.conv(channels, 5, padding=2)
+
+    def max_pool(self, kernel: int, *, ceil: bool = False) -> None:
+        """End the last layer with a pooling of stride 2. `ceil`: a window that begins inside counts."""
+        self.layers[-1].append(nn.MaxPool2d(kernel, 2, ceil_mode=ceil))
+        self._shrink("pooling", kernel, 2, 0, ceil)
 
     def dropout(self) -> None:
         """End the last layer with a dropout, if the config has one."""
@@ -136,16 +145,13 @@ VGG16 = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", *2 * (512, 512
 def alexnet(config: ImageConfig) -> list[nn.Sequential]:
     """Krizhevsky, 2014 (arXiv 1404.5997): AlexNet for one device, in one column."""
     net, wide = LayerList(config), config.channels
-    if config.stem == "published":
-        net.conv(wide(64), 11, stride=4, padding=2)
-    else:
-        net.conv(wide(64), 5, padding=2)
-    net.max_pool(3, stride=2)
+    net.stem(wide(64), padding=2)
+    net.max_pool(3)
     net.conv(wide(192), 5, padding=2)
-    net.max_pool(3, stride=2)
+    net.max_pool(3)
     for channels in (384, 256, 256):
         net.conv(wide(channels), 3, padding=1)
-    net.max_pool(3, stride=2)
+    net.max_pool(3)
     net.classifier(wide(4096), wide(4096))
     return net.layers
 
@@ -156,41 +162,32 @@ def nin(config: ImageConfig) -> list[nn.Sequential]:
     Sizes for ImageNet are those of the authors' model in the Caffe model zoo.
     """
     net, wide = LayerList(config), config.channels
-    if config.stem == "published":
-        net.conv(wide(96), 11, stride=4)
-    else:
-        net.conv(wide(96), 5, padding=2)
-    _perceptron(net, wide(96), wide(96))
-    net.max_pool(3, stride=2)
-    for channels, kernel in ((256, 5), (384, 3)):
-        net.conv(wide(channels), kernel, padding=kernel // 2)
-        _perceptron(net, wide(channels), wide(channels))
-        net.max_pool(3, stride=2)
+    for channels, kernel in ((96, 0), (256, 5), (384, 3)):
+        if kernel:
+            net.conv(wide(channels), kernel, padding=kernel // 2)
+        else:
+            net.stem(wide(channels))
+        net.conv(wide(channels), 1)
+        net.conv(wide(channels), 1)
+        net.max_pool(3)
     net.dropout()
     net.conv(wide(1024), 3, padding=1)
-    _perceptron(net, wide(1024), config.classes)
+    net.conv(wide(1024), 1)
+    net.conv(config.classes, 1)
     net.layers[-1].append(MeanOverPlaces())
     return net.layers
-
-
-def _perceptron(net: LayerList, *channels: int) -> None:
-    for width in channels:
-        net.conv(width, 1)
 
 
 def overfeat(config: ImageConfig) -> list[nn.Sequential]:
     """Sermanet et al., 2013 (arXiv 1312.6229): the fast model of table 1."""
     net, wide = LayerList(config), config.channels
-    if config.stem == "published":
-        net.conv(wide(96), 11, stride=4)
-    else:
-        net.conv(wide(96), 5, padding=2)
-    net.max_pool(2, stride=2)
+    net.stem(wide(96))
+    net.max_pool(2)
     net.conv(wide(256), 5)
-    net.max_pool(2, stride=2)
+    net.max_pool(2)
     for channels in (512, 1024, 1024):
         net.conv(wide(channels), 3, padding=1)
-    net.max_pool(2, stride=2)
+    net.max_pool(2)
     net.classifier(wide(3072), wide(4096))
     return net.layers
 
@@ -202,7 +199,7 @@ def vgg16(config: ImageConfig) -> list[nn.Sequential]:
         if isinstance(part, int):
             net.conv(config.channels(part), 3, padding=1)
         else:
-            net.max_pool(2, stride=2)
+            net.max_pool(2)
     net.classifier(config.channels(4096), config.channels(4096))
     return net.layers
 
@@ -262,19 +259,19 @@ def inception(config: ImageConfig) -> list[nn.Sequential]:
     net, wide = LayerList(config), config.channels
     if config.stem == "published":
         net.conv(wide(64), 7, stride=2, padding=3)
-        net.max_pool(3, stride=2, ceil=True)
+        net.max_pool(3, ceil=True)
     else:
         net.conv(wide(64), 3, padding=1)
     net.conv(wide(64), 1)
     net.conv(wide(192), 3, padding=1)
-    net.max_pool(3, stride=2, ceil=True)
+    net.max_pool(3, ceil=True)
     for part in INCEPTION:
         if isinstance(part, Mixed):
             sizes = Mixed(*(wide(each) for each in part))
             net.add(Inception(net.channels, sizes))
             net.channels = sizes.one + sizes.three + sizes.five + sizes.pooled
         else:
-            net.max_pool(3, stride=2, ceil=True)
+            net.max_pool(3, ceil=True)
     net.layers[-1].append(MeanOverPlaces())
     net.dropout()
     net.add(ClassLinear(net.channels, config.classes))

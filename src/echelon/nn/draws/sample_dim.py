@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from echelon.nn.dropout.training_position import TrainingPosition
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
@@ -147,7 +148,9 @@ def drawing_module(names: Mapping[nn.Module, str]) -> nn.Module | None:
         if isinstance(module, nn.Module):
             if module in names:
                 return module
-        elif code.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_HERE):
+        elif code.co_filename.startswith(_PACKAGE) and not (
+            code.co_filename.startswith(_HERE) or isinstance(first, TorchFunctionMode)
+        ):
             return None  # the engine, which a module of another model may call
         frame = frame.f_back
     return None

@@ -96,16 +96,12 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _all_to_all(parts, group)
+        outgoing = parts.contiguous()
+        incoming = torch.empty_like(outgoing)
+        with group.ledger.about("context"):
+            group.all_to_all(incoming, outgoing)
+        return incoming
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _exchange(gradient, ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: Group) -> Tensor:
-    outgoing = parts.contiguous()
-    incoming = torch.empty_like(outgoing)
-    with group.ledger.about("context"):
-        group.all_to_all(incoming, outgoing)
-    return incoming

@@ -23,8 +23,6 @@ _MAX_ROWS = 256  # positions of a tile: on the diagonal, smaller tiles waste les
 
 
 class Gradients(NamedTuple):
-    """Gradients of query, key and value."""
-
     query: Tensor
     key: Tensor
     value: Tensor

@@ -92,7 +92,6 @@ def check_length(length: int, ranks: int) -> None:
 
 
 def _starts(length: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Return where the chunks of `rank` begin in the sequence."""
     check_length(length, ranks)
     if ranks == 1:
         return (0,)

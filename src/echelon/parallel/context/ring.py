@@ -115,15 +115,12 @@ class Message(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Messages that are under way."""
-
     outgoing: Tensor  # kept alive until it is sent
     incoming: Tensor
     places: tuple[int, ...]  # of the answer to each message, in `incoming`
     handle: Handle
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors that the source of each message has sent."""
         self.handle.wait()
         return [self.incoming[place] for place in self.places]
 

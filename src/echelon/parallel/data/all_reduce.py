@@ -27,9 +27,9 @@ from echelon.collectives import Handle
 from echelon.parallel.data.buckets import Bucket, UnitBucket, fill_buckets, gradient_dtype
 from echelon.parallel.data.parameter_set import ParameterSet
 from echelon.parallel.data.reducer import Reducer, UsedParameters
-from echelon.parallel.data.sharing import Sharing, Storages, local_gradients, own_whole, whole_parameters
+from echelon.parallel.data.sharing import Sharing, Storages, local_gradients, whole_parameters
 from echelon.parallel.data.zero.units import backward_order
-from echelon.state.ownership import LocalParameter, OwnedSlice
+from echelon.state.ownership import LocalParameter
 
 # A bucket should be large enough that its latency is small, and there should be several to overlap.
 BUCKET_BYTES = 25 * 2**20
@@ -66,9 +66,6 @@ class WholeGradients(Sharing):
 
     def finish_backward(self) -> None:
         self.reducer.flush()
-
-    def owned(self) -> list[OwnedSlice]:
-        return own_whole(self.parameter_set)
 
     def close(self) -> None:
         self.reducer.close()
@@ -217,9 +214,6 @@ class UnitAllReduce(WholeGradients):
         self._finish(0)
         self.reducer.finish_step()
 
-    def norm_share(self) -> list[Tensor]:
-        return self._norm_share(self._whole)
-
     def publish(self) -> None:
         for local in self._whole:
             local.tensor.grad = None
@@ -277,8 +271,7 @@ class UnitAllReduce(WholeGradients):
 
 
 def _units(parameter_set: ParameterSet) -> list[list[nn.Parameter]]:
-    """The trained parameters of each unit, by type, in the order in which a backward pass is expected to
-    complete them."""
+    """The trained parameters of each unit, by type, in the order in which a backward pass completes them."""
     order = backward_order(parameter_set.units)
     kinds: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for index, unit in enumerate(parameter_set.units):

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from echelon.collectives import Group
+from echelon.collectives.agreement import gather_rows
 from echelon.errors import UserError
 from echelon.nn.autograd.second_run import once
 from echelon.nn.tracing import untraced
@@ -91,8 +92,7 @@ class WholeBatchNorm(Wrapper):
 
     @untraced
     def _call_synchronized(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of its class, which may do more than to normalise; torch's own synchronised norm would
-        ask all ranks there are."""
+        """Call the forward of its class, but for torch's synchronised norm, which would ask all ranks."""
         is_torchs = isinstance(self.module, nn.SyncBatchNorm)
         forward = MethodType(_BatchNorm.forward, self.module) if is_torchs else self.inner
         with _Synchronized(self.group):
@@ -150,10 +150,9 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         whole = x.to(torch.promote_types(x.dtype, torch.float32))
-        dims = _all_but_channels(x)
-        variance, mean = torch.var_mean(whole, dims, correction=0)
+        variance, mean = torch.var_mean(whole, [0, *range(2, x.ndim)], correction=0)
         number = torch.full((1,), float(x.numel() // x.shape[1]), dtype=whole.dtype, device=x.device)
-        gathered = once(partial(_gathered, torch.cat([mean, variance, number]), group))
+        gathered = once(partial(gather_rows, torch.cat([mean, variance, number]), group, _SUBJECT))
         means, variances, numbers = gathered.split([len(mean), len(mean), 1], 1)
         total = numbers.sum()
         mean = (means * numbers).sum(0) / total
@@ -169,14 +168,6 @@ class _Statistics(torch.autograd.Function):
         summed = _Sum.apply(torch.stack([d_mean, d_variance]), ctx.group)  # type: ignore[no-untyped-call]
         d_mean, d_variance = (_by_channel(each / total, x) for each in summed)
         return (d_mean + 2 * d_variance * (x - _by_channel(mean, x))).to(x.dtype), None
-
-
-def _gathered(local: Tensor, group: Group) -> Tensor:
-    """Gather the numbers of every replica, [replicas, …]."""
-    gathered = local.new_empty(group.size, len(local))
-    with group.ledger.about(_SUBJECT):
-        group.all_gather(gathered, local)
-    return gathered
 
 
 class _Sum(torch.autograd.Function):
@@ -205,10 +196,5 @@ def _scale(
     return (normalised if bias is None else normalised + _by_channel(bias, x)).to(x.dtype)
 
 
-def _all_but_channels(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.ndim) if dim != 1]
-
-
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """[channels] as it is added to [samples, channels, …]."""
     return values.view(-1, *[1] * (x.ndim - 2))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.collectives.buffer_layout import BufferLayout, block_size, lay_out
+from echelon.collectives.buffer_layout import BufferLayout, block_size, lay_out, portions
 
 # `Tensor.grad_dtype` of each parameter whose type was set, as it was before. An engine that was not closed
 # has set it too: what the next one finds is not the user's.
@@ -120,8 +120,6 @@ class GradientMemory(ABC):
 
 @final
 class NewMemory(GradientMemory):
-    """New for each gradient."""
-
     def take(self, size: int, kind: GradientKind) -> Tensor:
         return torch.empty(size, dtype=kind.dtype, device=kind.device)
 
@@ -192,7 +190,6 @@ class Bucket:
         self.views = self._cut(self.views)
 
     def open(self) -> None:
-        """Forget all gradients."""
         for parameter in self.views:
             parameter.grad = None
 
@@ -226,7 +223,6 @@ class UnitBucket:
 
     @property
     def buffer(self) -> Tensor | None:
-        """The memory of the whole gradient, while there is any."""
         return None if self._bucket is None else self._bucket.buffer
 
     def accumulate(self, parameter: nn.Parameter) -> None:
@@ -238,7 +234,6 @@ class UnitBucket:
         self._allocated().open()
 
     def close(self) -> Tensor:
-        """The whole gradient, complete."""
         return self._allocated().close()
 
     def take(self) -> Tensor:
@@ -249,7 +244,6 @@ class UnitBucket:
         return gradient
 
     def free(self) -> None:
-        """Give the memory back."""
         if self._bucket is not None:
             self._memory.give_back(self._bucket.buffer)
         self._bucket = None
@@ -276,19 +270,11 @@ def fill_buckets(
     dtype_of: Callable[[nn.Parameter], torch.dtype] = gradient_dtype,
 ) -> list[Bucket]:
     """Buckets of at most `limit` bytes (or one parameter), in the order given, one type per bucket."""
-    buckets = []
-    for (dtype, _), alike in groupby(parameters, key=lambda p: (dtype_of(p), p.device)):
-        taken: list[nn.Parameter] = []
-        size = 0
-        for parameter in alike:
-            added = parameter.numel() * dtype.itemsize
-            if taken and size + added > limit:
-                buckets.append(Bucket(taken, dtype))
-                taken, size = [], 0
-            taken.append(parameter)
-            size += added
-        buckets.append(Bucket(taken, dtype))
-    return buckets
+    return [
+        Bucket(portion, dtype)
+        for (dtype, _), alike in groupby(parameters, key=lambda p: (dtype_of(p), p.device))
+        for portion in portions(alike, lambda p: p.numel() * dtype_of(p).itemsize, limit)
+    ]
 
 
 def put(place: Tensor, gradient: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
 from echelon.collectives.agreement import gather_rows, set_anywhere
+from echelon.collectives.buffer_layout import portions
 from echelon.collectives.fingerprint import device_fingerprint
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
@@ -72,7 +73,6 @@ class Buffers:
         ]
 
     def _changed_anywhere(self, buffers: Mapping[str, Tensor]) -> Sequence[bool]:
-        """Return which buffers some replica may have changed."""
         first = next(iter(buffers.values()))
         asks = first.is_cpu if self._asks is None else self._asks
         if not asks and sum(buffer.nbytes for buffer in buffers.values()) <= SMALL:
@@ -115,16 +115,7 @@ def _portions(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).extend(_pieces(tensor.detach()))
     for alike in kinds.values():
-        portion: list[Tensor] = []
-        size = 0
-        for tensor in alike:
-            if portion and size + tensor.nbytes > BYTES_AT_ONCE:
-                yield portion
-                portion, size = [], 0
-            portion.append(tensor)
-            size += tensor.nbytes
-        if portion:
-            yield portion
+        yield from portions(alike, lambda tensor: tensor.nbytes, BYTES_AT_ONCE)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

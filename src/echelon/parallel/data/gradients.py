@@ -14,7 +14,6 @@ from echelon.state.ownership import LocalParameter
 
 
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares over all `gradients`, on `device`."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     is_plain = all(map(_is_plain, gradients))
@@ -59,7 +58,6 @@ _Shared = tuple[SharedGradient, list[LocalParameter]]  # with what this rank hol
 
 
 def sum_within_stage(sharings: Iterable[Sharing]) -> None:
-    """Sum what the ranks of one stage share."""
     _sum_all([pair for sharing in sharings for pair in _shared(sharing) if pair[0].tie is None])
 
 

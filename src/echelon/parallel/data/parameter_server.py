@@ -20,7 +20,7 @@ from echelon.collectives import Handle
 from echelon.parallel.data.all_reduce import BUCKET_BYTES, Bucketed
 from echelon.parallel.data.buckets import Bucket, fill_buckets, move_in, point_at, weight_dtype
 from echelon.parallel.data.parameter_set import ParameterSet
-from echelon.parallel.data.sharing import Storages, local_gradients, own_whole
+from echelon.parallel.data.sharing import Storages, own_whole
 from echelon.state.ownership import LocalParameter, OwnedSlice
 
 SERVER = 0
@@ -52,9 +52,6 @@ class ParameterServer(Bucketed):
 
     def local_parameters(self) -> list[LocalParameter]:
         return self._whole if self._is_server else []
-
-    def norm_share(self) -> list[Tensor]:
-        return local_gradients(self.local_parameters(), self.parameter_set.uncounted)  # none on workers
 
     def publish(self) -> None:
         self._send_weights()
@@ -103,7 +100,6 @@ class ParameterServer(Bucketed):
                 bucket.buffer.add_(part)
 
     def _finish_sums(self) -> None:
-        """Wait for all gradients that are on the way."""
         self._add_arrivals(at_most=0)
         for send in self._sends:
             send.wait()

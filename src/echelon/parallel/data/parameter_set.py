@@ -87,7 +87,6 @@ class ParameterSet:
 
     @cached_property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that get gradients, by name."""
         return [(name, p) for name, p in self.parameters.items() if p.requires_grad]
 
     @cached_property
@@ -162,7 +161,6 @@ class Claim:
         return _holder(parameter) is self
 
     def release(self) -> None:
-        """The engine is closed."""
         for parameter in self._names:
             if self.holds(parameter):
                 del _holders[parameter]

@@ -107,7 +107,6 @@ class Reducer:
         return self._reducing and self._next == len(self._groups)
 
     def close(self) -> None:
-        """Hear of no more gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -165,7 +164,6 @@ class Reducer:
             self._reduce(index)
 
     def used_anywhere(self, group: Group) -> set[nn.Parameter]:
-        """The parameters that any replica used in this step."""
         return self.exchange_used(self._parameters, group).wait() if self._parameters else set()
 
     def exchange_used(self, parameters: Sequence[nn.Parameter], group: Group) -> "UsedParameters":
@@ -199,6 +197,5 @@ class UsedParameters:
             self._exchange = FlagExchange(flags, group, parameters[0].device)
 
     def wait(self) -> set[nn.Parameter]:
-        """Return the parameters that any replica used."""
         used = self._exchange.wait()
         return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}

@@ -149,9 +149,9 @@ class Sharing(ABC):
         """Why this step must be refused: a flag on the device each. If one rank has it, all ranks refuse."""
         return {}
 
-    @abstractmethod
     def norm_share(self) -> list[Tensor]:
         """Gradients whose squares, summed over ranks, are those of the set: each counted by one rank."""
+        return self._norm_share(self.local_parameters())
 
     def publish(self) -> None:  # noqa: B027 (nothing to do where every rank updates what it uses)
         """The optimizer has updated the local parameters: bring the weights everywhere they are used."""
@@ -163,9 +163,9 @@ class Sharing(ABC):
     def share_first_weights(self) -> None:  # noqa: B027 (nothing to do where every rank has filled what it uses)
         """The weights of `first_weights` have their first values: bring them everywhere they are used."""
 
-    @abstractmethod
     def owned(self) -> list[OwnedSlice]:
         """The weights that this rank holds, frozen ones too."""
+        return own_whole(self.parameter_set)
 
     def slices(self, local: LocalParameter) -> list[Slice]:
         """Return where the pieces of `local.tensor` lie in the whole parameter, in order."""
@@ -205,7 +205,6 @@ class Sharing(ABC):
             each.tensor.grad = None
 
     def _norm_share(self, local: Sequence[LocalParameter]) -> list[Tensor]:
-        """The share of some local parameters in `norm_share`."""
         return local_gradients(local, self.parameter_set.uncounted)
 
     def gather(self, *, backward: bool) -> None:  # noqa: B027 (nothing to do where weights stay whole)
@@ -275,19 +274,12 @@ class SingleReplica(LocalSum):
     def reduce(self) -> None:
         pass
 
-    def norm_share(self) -> list[Tensor]:
-        return self._norm_share(self._local)
-
-    def owned(self) -> list[OwnedSlice]:
-        return own_whole(self.parameter_set)
-
     def storages(self) -> Storages:
         parameters: list[Tensor] = list(self.parameter_set.parameters.values())
         return Storages(parameters, [p.grad for p in parameters if p.grad is not None])
 
 
 def whole_parameters(parameter_set: ParameterSet) -> list[LocalParameter]:
-    """Every trained parameter, whole."""
     return [LocalParameter(name, p, p) for name, p in parameter_set.trained]
 
 
@@ -301,5 +293,4 @@ def local_gradients(
 
 
 def own_whole(parameter_set: ParameterSet) -> list[OwnedSlice]:
-    """Every parameter of a set that this rank holds whole."""
     return [OwnedSlice(whole_slice(name, p), p) for name, p in parameter_set.parameters.items()]

@@ -47,7 +47,6 @@ class RowExchange:
         return arriving
 
     def wait(self, arriving: Tensor) -> Tensor:
-        """The rows that have come."""
         arrived: Tensor = _Wait.apply(arriving, self)  # type: ignore[no-untyped-call]
         return arrived
 
@@ -221,7 +220,6 @@ def experts_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def counts_of(slots: Slots) -> Tensor:
-    """Count the slots of each expert."""
     return slots.ends.long().diff(prepend=slots.ends.new_zeros(1))
 
 
@@ -232,20 +230,17 @@ def take_rows(hidden_states: Tensor, slots: Slots, number: int) -> Tensor:
 
 
 def mix_rows(rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
-    """The sum over the slots of each token, of the rows of the first slots, weighted by `weights`
-    [tokens, k]."""
+    """The sum over the slots of each token, of the first slots' rows weighted by `weights` [tokens, k]."""
     mixed: Tensor = _MixRows.apply(rows, weights, slots)  # type: ignore[no-untyped-call]
     return mixed
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Return where each row goes."""
     places = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Rows in this order."""
     permuted: Tensor = _Permute.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
     return permuted
 
@@ -304,5 +299,4 @@ def _padded(rows: Tensor, slots: Slots) -> Tensor:
 
 
 def _first(slots: Slots, number: int) -> Slots:
-    """The first of them, in sorted order."""
     return slots._replace(order=slots.order[:number])

@@ -67,7 +67,9 @@ def num_experts(module: nn.Module) -> int:
 def _errors(model: nn.Module, found: dict[str, nn.Module], ranks: int) -> Iterator[str]:
     if not found:
         yield f"{type(model).__name__} has no experts that ranks can share out, {_WHAT_CAN}; drop expert"
-    lists = [name for name, module in model.named_modules() if _is_list_of_experts(name, module)]
+    kinds = (nn.ModuleList, nn.ModuleDict)
+    all_lists = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and len(m) > 1]
+    lists = [name for name, _ in all_lists if name.rpartition(".")[2] == "experts"]
     if lists:
         yield (
             f"{lists[0]}: a list of single experts cannot be spread over ranks (what can is {_WHAT_CAN}); "
@@ -118,8 +120,3 @@ def _errors_of(name: str, module: nn.Module, ranks: int) -> Iterator[str]:
             f"{name}: it has dropout inside, whose masks are those of samples, and experts see tokens of all "
             "ranks mixed; drop out what the layer around it returns, or set p=0"
         )
-
-
-def _is_list_of_experts(name: str, module: nn.Module) -> bool:
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
-    return is_list and name.rpartition(".")[2] == "experts"

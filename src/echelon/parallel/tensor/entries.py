@@ -62,7 +62,6 @@ class Entries:
         return _call(_Join, logits, self._moves, logits.ndim - 1)
 
     def run(self, way: Way, x: Tensor, *arguments: Any) -> Tensor:
-        """Call the method of this name."""
         result: Tensor = getattr(self, way)(x, *arguments)
         return result
 
@@ -217,8 +216,6 @@ _last = LastEntry()  # of the graph that is being recorded
 
 
 class RecordedGroup(NamedTuple):
-    """A group as graphs know it."""
-
     number: Tensor
     ranks: int
     rank: int

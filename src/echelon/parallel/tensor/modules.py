@@ -251,7 +251,6 @@ class EnterFirst:
         return self.region.entered
 
     def after(self, *_: Any) -> None:
-        """A forward hook."""
         self.region.entered, self._outer = self._outer, None
 
 

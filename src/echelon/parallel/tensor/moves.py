@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Handle
+from echelon.collectives.agreement import gather_rows
 from echelon.errors import UserError
 from echelon.nn.tracing import untraced
 
@@ -36,24 +37,17 @@ class GroupMoves:
 @untraced
 def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     """The parts of all ranks, one after the other along `dim`."""
-    parts = x.new_empty(group.size, *x.shape)
-    with group.ledger.about(_SUBJECT):
-        group.all_gather(parts, x.contiguous())
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    return gather_rows(x, group, _SUBJECT).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part, along `dim`, of the sum over ranks."""
-    part, handle = start_sum_of_part(x, group, dim, wait=True)
-    handle.wait()
-    return part
+    return start_sum_of_part(x, group, dim, wait=True)[0]
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, in the memory of `x` if that is contiguous."""
-    total, handle = start_sum(x, group, wait=True)
-    handle.wait()
-    return total
+    return start_sum(x, group, wait=True)[0]
 
 
 def start_sum(x: Tensor, group: Group, *, wait: bool = False) -> tuple[Tensor, Handle]:
@@ -125,7 +119,6 @@ class RecordedMoves:
 
 @torch.library.custom_op("echelon::gather_parts", mutates_args=())
 def gather_parts(x: Tensor, group: Tensor, ranks: int, dim: int) -> Tensor:  # noqa: ARG001
-    """The parts of all ranks, one after the other along `dim`."""
     return gathered(x, _group(group), dim).contiguous()
 
 
@@ -137,14 +130,12 @@ def sum_over_ranks(x: Tensor, group: Tensor) -> Tensor:
 
 @torch.library.custom_op("echelon::sum_part_over_ranks", mutates_args=())
 def sum_part_over_ranks(x: Tensor, group: Tensor, ranks: int, dim: int) -> Tensor:  # noqa: ARG001
-    """This rank's part, along `dim`, of the sum over ranks."""
     return summed_part(x, _group(group), dim).contiguous()
 
 
 @torch.library.custom_op("echelon::checked_tokens", mutates_args=())
 def checked_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
-    """A copy of tokens in host memory, which are all in the vocabulary. To check them is to read them, which
-    torch.compile cannot record."""
+    """A copy of tokens on the host, checked by reading them, which torch.compile cannot record."""
     check_tokens(tokens, vocabulary)
     return tokens.clone()
 

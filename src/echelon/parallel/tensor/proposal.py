@@ -25,8 +25,6 @@ _HEAD_COUNTS = ("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attenti
 
 
 class Sizes(NamedTuple):
-    """The widths of a matrix."""
-
     name: str
     inputs: int
     outputs: int

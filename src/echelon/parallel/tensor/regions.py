@@ -15,7 +15,7 @@ With it, every rank has a part of the sequence (dim 1), and the same bytes are s
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from echelon.nn.autograd.second_run import once
 from echelon.nn.tracing import untraced
 from echelon.parallel.tensor.entries import Entries, LastEntry, RecordedGroup, Way, run_in_graph
 from echelon.parallel.tensor.moves import GroupMoves, gathered, start_sum, start_sum_of_part
+
+if TYPE_CHECKING:
+    from echelon.parallel.tensor.modules import Column
 
 
 @final
@@ -108,13 +111,6 @@ class Matrix(NamedTuple):
     transposed: bool
 
 
-class Multiplier(Protocol):
-    """Multiplies hidden states by a matrix. Weights of one `layer` are in memory at the same time."""
-
-    matrix: Matrix
-    layer: int
-
-
 def can_share(x: Tensor) -> bool:
     """Return whether the products with `x` may be one node.
 
@@ -136,14 +132,14 @@ class SharedInput:
     """
 
     def __init__(self) -> None:
-        self.learned: dict[Multiplier, list[Multiplier]] = {}  # by the first one that is called
+        self.learned: dict[Column, list[Column]] = {}  # by the first one that is called
         self._input: weakref.ref[Tensor] | None = None
         self._version = 0
-        self._first: Multiplier | None = None
-        self._expected: list[Multiplier] = []  # whose products were computed, and not yet asked for
-        self._products: dict[Multiplier, Tensor] = {}
+        self._first: Column | None = None
+        self._expected: list[Column] = []  # whose products were computed, and not yet asked for
+        self._products: dict[Column, Tensor] = {}
 
-    def multiply(self, caller: Multiplier, x: Tensor, group: Group, *, sequence: bool) -> Tensor | None:
+    def multiply(self, caller: "Column", x: Tensor, group: Group, *, sequence: bool) -> Tensor | None:
         """The product with the caller's matrix; None where it is not known yet which matrices share `x`."""
         together = once(lambda: self._choose(caller, x))
         if together:
@@ -151,7 +147,7 @@ class SharedInput:
             self._products = dict(zip(together, products, strict=True))
         return None if together is None else self._products.pop(caller)
 
-    def _choose(self, caller: Multiplier, x: Tensor) -> list[Multiplier] | None:
+    def _choose(self, caller: "Column", x: Tensor) -> "list[Column] | None":
         """Return the products to compute now: none if the caller's is there; None: it is on its own."""
         if self._input is None or self._input() is not x or self._version != x._version:
             self._start(caller, x)
@@ -168,7 +164,7 @@ class SharedInput:
             self.learned[self._first].append(caller)
         return None
 
-    def _start(self, caller: Multiplier, x: Tensor) -> None:
+    def _start(self, caller: "Column", x: Tensor) -> None:
         for absent in self._expected:  # they were not called this time
             assert self._first is not None
             self.learned[self._first].remove(absent)
@@ -218,7 +214,7 @@ class _Multiply(torch.autograd.Function):
         total, wait = _start_sum(for_input.view_as(entered), ctx.group, sequence=ctx.sequence)
         rows, needed = entered.flatten(0, -2), ctx.needs_input_grad[4:]
         for_weights = [
-            _gradient_of_weight(gradient, rows, turned) if gradient is not None and needs else None
+            None if gradient is None or not needs else rows.T @ gradient if turned else gradient.T @ rows
             for gradient, turned, needs in zip(flat, ctx.transposed, needed[: len(weights)], strict=True)
         ]
         for_biases = [
@@ -261,7 +257,3 @@ def _gradient_of_input(
             matrix = weight.T if turned else weight
             total = gradient @ matrix if total is None else total.addmm_(gradient, matrix)
     return total
-
-
-def _gradient_of_weight(gradient: Tensor, rows: Tensor, turned: bool) -> Tensor:
-    return rows.T @ gradient if turned else gradient.T @ rows

@@ -52,10 +52,6 @@ class Sharded(NamedTuple):
     inner: list[nn.Module]
     vocabulary: int | None
 
-    @property
-    def splits_logits(self) -> bool:
-        return self.vocabulary is not None
-
 
 def split_over(
     model: nn.Module,
@@ -81,10 +77,12 @@ def split_over(
         model, styles, style_of, group.size, partial=partial, whole_sequence=whole if sequence else None
     )
     raise_errors(f"tensor={group.size}", errors)
-    _divide_numbers(styles, group.size, wrapping)
+    for number in styles.numbers("divided"):
+        number.divide(group.size, wrapping)
     region = Region(group, sequence=sequence)
     first = Region(group, sequence=False) if sequence else region
-    vocabulary = _vocabulary_of_logits(style_of)
+    logits = [m for m, style in style_of.items() if style.word == "vocabulary" and is_matrix(m)]
+    vocabulary = max(map(num_outputs, logits), default=None)  # of the largest, before it is split
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = _assign_parameters(model, style_of, partial, group)
     enclosed = _enclosed(style_of)
@@ -156,14 +154,7 @@ def _dropouts(style_of: dict[nn.Module, Style], *words: str) -> list[nn.Module]:
     ]
 
 
-def _vocabulary_of_logits(style_of: dict[nn.Module, Style]) -> int | None:
-    """Return the vocabulary of the largest projection to logits, before it is split."""
-    split = [module for module, style in style_of.items() if style.word == "vocabulary"]
-    return max((num_outputs(module) for module in split if is_matrix(module)), default=None)
-
-
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
-    """The parameters of a module that are split, and their shards."""
     for cut in cuts(module, style):
         parameter = getattr(module, cut.name)
         if parameter is not None:
@@ -226,11 +217,6 @@ def _leave_fused_paths(model: nn.Module, style_of: dict[nn.Module, Style], wrapp
 
 def _nothing(_: nn.Module, __: Any) -> None:
     pass
-
-
-def _divide_numbers(styles: Styles, ranks: int, wrapping: Wrapping) -> None:
-    for number in styles.numbers("divided"):
-        number.divide(ranks, wrapping)
 
 
 # Arguments of attention that have a part for each head (biases by distance, masks): a rank takes its own.

@@ -64,7 +64,6 @@ class Number(NamedTuple):
         return attrgetter(self.attribute)(self.owner)
 
     def divide(self, ranks: int, wrapping: Wrapping) -> None:
-        """Let the owner compute with one rank's part."""
         if self.value is None:
             return
         part, (*path, attribute) = self.value // ranks, self.attribute.split(".")
@@ -297,7 +296,6 @@ class Styles:
         return own or by_class or _first_match(name, self._entries)
 
     def numbers(self, word: str) -> list[Number]:
-        """The numbers with style `word`, once each."""
         patterns = [pattern for pattern, style in self._entries if style.word == word]
         found = [number for pattern in patterns for number in find_numbers(self._model, pattern)]
         return list({(id(number.owner), number.attribute): number for number in found}.values())
@@ -341,7 +339,6 @@ class Cut(NamedTuple):
 
 
 def cuts(module: nn.Module, style: Style) -> list[Cut]:
-    """The parameters of a module that its style splits."""
     outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
     if style.word == "experts":
         first = Cut("gate_up_proj", 1, (1, 1)) if hasattr(module, "gate_up_proj") else Cut("up_proj", 1)

@@ -103,7 +103,6 @@ def describe_tensors(
 def join_reports(
     about: Manifest, assignment: Assignment, reports: Sequence[Any], stored_name: Callable[[str], str]
 ) -> Manifest:
-    """Make the manifest of what all ranks have reported."""
     layouts = [layout for of_rank in assignment.layouts for layout in of_rank]
     written = [
         (box.slice, str(box.dtype).removeprefix("torch.")) for layout in layouts for box in layout.boxes

@@ -100,7 +100,6 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Return all bytes of a small file."""
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes <= most_bytes:
@@ -125,8 +124,7 @@ def check_hash(path: Path, record: FileRecord) -> None:
 
 
 def checked_header(path: Path, expected: Mapping[str, Described]) -> dict[str, StoredTensor]:
-    """Read the header of a file, which must hold exactly the tensors that the manifest says, in their shapes
-    and types."""
+    """Read the header of a file, which must hold exactly the tensors that the manifest says."""
     try:
         header = read_header(path, opener=no_links)
     except UserError as error:

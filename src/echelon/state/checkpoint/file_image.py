@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.collectives.buffer_layout import portions
 from echelon.state.ownership import Slice
 from echelon.state.weight_files.tensor_file import TensorEntry, make_header
 
@@ -45,28 +46,18 @@ def lay_out(
     rank: int, boxes: Sequence[tuple[Slice, torch.dtype]], limit: int = FILE_BYTES
 ) -> list[FileLayout]:
     """Lay out the files of what a rank writes; every rank computes the same for each."""
-    parts = enumerate(_split(boxes, limit))
+    parts = portions(boxes, lambda pair: pair[0].numel * pair[1].itemsize, limit)
     return [
         _layout(f"rank-{rank:05d}{f'-{number + 1}' if number else ''}.safetensors", part)
-        for number, part in parts
+        for number, part in enumerate(parts)
     ]
 
 
-def _split(boxes: Sequence[tuple[Slice, torch.dtype]], limit: int) -> list[list[tuple[Slice, torch.dtype]]]:
-    files: list[list[tuple[Slice, torch.dtype]]] = []
-    room = 0
-    for box, dtype in boxes:
-        nbytes = box.numel * dtype.itemsize
-        if not files or nbytes > room:
-            files.append([])
-            room = limit
-        files[-1].append((box, dtype))
-        room -= nbytes
-    return files
-
-
 def _layout(name: str, boxes: Sequence[tuple[Slice, torch.dtype]]) -> FileLayout:
-    entries = {_stored_name(box): (box, dtype) for box, dtype in boxes}
+    entries = {}
+    for box, dtype in boxes:
+        place = "" if box.is_whole else "@" + ",".join(map(str, box.offsets))
+        entries[f"{box.name}/{box.part}{place}"] = (box, dtype)
     header, begins = make_header([TensorEntry(n, box.sizes, dtype) for n, (box, dtype) in entries.items()])
     placed = sorted(
         (StoredBox(box, dtype, n, begins[n]) for n, (box, dtype) in entries.items()),
@@ -74,11 +65,6 @@ def _layout(name: str, boxes: Sequence[tuple[Slice, torch.dtype]]) -> FileLayout
     )
     end = max((box.begin + box.nbytes for box in placed), default=len(header))
     return FileLayout(name, header, tuple(placed), end)
-
-
-def _stored_name(box: Slice) -> str:
-    place = "" if box.is_whole else "@" + ",".join(map(str, box.offsets))
-    return f"{box.name}/{box.part}{place}"
 
 
 @final
@@ -109,7 +95,6 @@ class FileImage:
             self._first += 1
 
     def _flat(self, index: int) -> Tensor:
-        """Return the bytes of a box's tensor, in order."""
         if self._bytes is None or self._bytes[0] != index:
             self._bytes = None  # before the next one is made
             self._bytes = index, as_bytes(self._tensor_of(self.layout.boxes[index].slice))

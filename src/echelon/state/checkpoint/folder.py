@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch.distributed as dist
 
@@ -31,27 +31,6 @@ _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}(\d{{8,18}})", re.ASCII)
 
 
-class Saves(Protocol):
-    """The method of an engine that saves."""
-
-    def save(
-        self,
-        path: str | Path,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        wait: bool = True,
-        copy_behind: bool = False,
-        then: Callable[[], None] | None = None,
-        retries: int = RETRIES,
-    ) -> None: ...
-
-
-class Loads(Protocol):
-    """The method of an engine that loads."""
-
-    def load_saved(self, saved: SavedState) -> dict[str, Any]: ...
-
-
 @final
 class CheckpointFolder:
     """Saves and loads the checkpoints of a run; all ranks call the same.
@@ -62,8 +41,7 @@ class CheckpointFolder:
     def __init__(
         self, path: str | Path, *, keep: int = 2, keep_every: int = 0, retries: int = RETRIES
     ) -> None:
-        """`path`: a folder, or a URL. `retries`: how often a write is tried again after an error that may
-        pass."""
+        """`path`: a folder, or a URL. `retries`: of a write, after an error that may pass."""
         if keep < 1 or keep_every < 0:
             raise UserError(
                 f"keep={keep} keep_every={keep_every}: keep must be at least 1, so that there is always a "
@@ -75,21 +53,21 @@ class CheckpointFolder:
 
     def save(
         self,
-        engine: Saves,
+        engine: Any,
         step: int,
         extra: Mapping[str, Any],
         *,
         wait: bool = False,
         copy_behind: bool = False,
     ) -> None:
-        """Save after `step`. Without `wait` it is written behind the next steps, and an error is raised by
-        the next save, or by engine.finish_saving(). `copy_behind`: as in engine.save."""
+        """Save an engine (or `HostCopies`) after `step`. Without `wait` it is written behind the next steps,
+        and an error is raised by the next save, or by engine.finish_saving()."""
         behind = {"wait": wait, "copy_behind": copy_behind}
         then = partial(self._is_saved, step)
         engine.save(self.path_of(step), extra=extra, then=then, retries=self._retries, **behind)
 
     def load_last(
-        self, engine: Loads, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf
+        self, engine: Any, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, and return its extra; None if there is none between the
         steps `after` and `before`.
@@ -110,7 +88,7 @@ class CheckpointFolder:
                 fix = f"it may be whole; if it is not, remove {self.path_of(step)} to go on without it"
                 raise UserError(error.title, [*error.errors, fix]) from error
             else:
-                extra = engine.load_saved(saved)
+                extra: dict[str, Any] = engine.load_saved(saved)
                 self._passed_over |= damaged.keys()
                 return extra
         if damaged and after < 0:
@@ -224,7 +202,6 @@ def _one_before(checkpoint: Path) -> Path | None:
 
 
 def find_run(path: Path) -> Path | None:
-    """Find the run folder that a path is, or is in."""
     path = path.absolute()
     places = (path, path.parent, path.parent.parent)
     return next((place for place in places if (place / RUN_FILE).is_file()), None)

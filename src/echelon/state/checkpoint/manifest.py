@@ -93,7 +93,6 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def as_bytes(self) -> bytes:
-        """Return the contents of manifest.json."""
         return to_bytes(dataclasses.asdict(self))
 
     def as_readable_bytes(self, *, is_whole: bool = True) -> bytes:
@@ -124,7 +123,6 @@ class Manifest:
 
     @classmethod
     def from_entries(cls, entries: dict[str, Any], *, is_whole: bool = True) -> "Manifest":
-        """Check plain data, and make the manifest of it."""
         reader = Reader()
         names = tuple(each.name for each in dataclasses.fields(cls))
         given = reader.fields(entries, "the manifest", names)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, TypeVar, final
 
-import torch
-
 from echelon.errors import UserError
 from echelon.state.weight_files.tensor_file import DTYPES
 
@@ -51,7 +49,6 @@ class Reader:
             self._errors.append(f"{shown(entry)}: {rule}")
 
     def finish(self) -> None:
-        """Raise the errors, if there are any."""
         if self._errors:
             more = self._num_errors - len(self._errors)
             rest = [f"and {more} more"] if more else []
@@ -192,7 +189,6 @@ class CornerBudget:
         self._left = _FREE_CORNERS + _CORNERS_PER_BOX * num_boxes
 
     def take(self, count: int) -> bool:
-        """Return whether so many more corners are allowed."""
         is_enough = count <= min(self._left, MOST_CORNERS)
         self._left -= count if is_enough else 0
         return is_enough
@@ -232,13 +228,8 @@ def _corners_cancel(shape: Shape, boxes: Sequence[Box], cut: Sequence[int]) -> b
 
 
 def inside(entry: str, name: str) -> str:
-    """Name an entry of an entry, for messages. Made for every entry: a long name must not be copied for each
-    that it holds."""
+    """Name an entry of an entry, for messages. Short: it is made for every entry."""
     return f"{entry} {name[:_LONGEST_SHOWN]}"[:_LONGEST_SHOWN]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return DTYPE_NAMES[name]
 
 
 def shown(value: object) -> str:

@@ -126,7 +126,6 @@ class FilledChunks:
         self._memory = [aligned_memory(min(CHUNK_BYTES, size), pinned=pinned) for _ in range(_CHUNKS)]
 
     def write(self, sink: Sink, image: FileImage) -> FileRecord:
-        """Write a file whose tensors may be on any device."""
         free: SimpleQueue[Tensor] = SimpleQueue()
         for memory in self._memory:
             free.put(memory)

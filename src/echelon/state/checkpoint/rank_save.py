@@ -46,8 +46,6 @@ class SaveOptions(NamedTuple):
 
 @final
 class RankSave:
-    """The part of one rank in a save."""
-
     def __init__(
         self,
         place: str,
@@ -66,7 +64,6 @@ class RankSave:
         self._layouts = assignment.layouts[group.rank]
 
     def write(self, device: torch.device) -> Report:
-        """Write this rank's files from where its tensors are."""
         chunks = FilledChunks(max((layout.size for layout in self._layouts), default=0), device)
         held: dict[Any, Tensor] = self._held
 

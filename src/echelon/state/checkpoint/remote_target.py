@@ -48,8 +48,6 @@ def remote_errors() -> Iterator[None]:
 
 @final
 class RemoteTarget(Target):
-    """The objects under a URL."""
-
     def __init__(self, url: str, token: str) -> None:
         self.url, self._token = url, token
         self._fs, self._root = open_remote(url)
@@ -101,8 +99,7 @@ class RemoteTarget(Target):
             self._remove(lambda name: self._token in name)
 
     def _may_be_committed(self) -> bool:
-        """Return whether the manifest is there, or may be: also where an error of the network hid that it was
-        written."""
+        """Return whether the manifest is there, or may be: an error of the network may have hidden it."""
         if self._is_committed or not self._manifest:
             return self._is_committed
         try:
@@ -126,7 +123,6 @@ class RemoteTarget(Target):
 
 
 def remote_names(fs: Any, root: str) -> list[str]:
-    """List what is under a path."""
     return sorted(remote_sizes(fs, root))
 
 

@@ -41,13 +41,11 @@ _EXIT_SECONDS = 600.0  # a program that ends without `finish`
 
 @final
 class _BackgroundSave:
-    """A save that a thread writes."""
-
     def __init__(self, save: RankSave, snapshot: Snapshot) -> None:
         self.place, self.snapshot = save.place, snapshot
         self.error: Exception | None = None
         self._save = save
-        self._is_part_done, self._stop = threading.Event(), threading.Event()
+        self.is_part_done, self._stop = threading.Event(), threading.Event()  # or its part has failed
         self._thread = threading.Thread(target=self._work, name="echelon-save", daemon=True)
 
     def start(self) -> None:
@@ -58,14 +56,14 @@ class _BackgroundSave:
             self.snapshot.wait()
             self._check_unchanged()
             self._save.write_snapshot(self.snapshot, self._stop.is_set)
-            self._is_part_done.set()
+            self.is_part_done.set()
             self._save.commit_when_all_are_done(self._stop.is_set)
         except StoppedError:
             pass
         except Exception as error:
             self.error = error
         finally:
-            self._is_part_done.set()
+            self.is_part_done.set()
 
     def _check_unchanged(self) -> None:
         if self.snapshot.changed:
@@ -75,10 +73,6 @@ class _BackgroundSave:
                 "weights or optimizer state before the next step has ended: save without it, or change them "
                 "after that step"
             )
-
-    def wait_for_part(self, seconds: float) -> bool:
-        """Wait until this rank's part is written, or has failed."""
-        return self._is_part_done.wait(seconds)
 
     def join(self, seconds: float) -> bool:
         self._thread.join(seconds)
@@ -137,8 +131,7 @@ class Saver:
     def _begin(
         self, path: str | Path, owned: Sequence[OwnedSlice], about: Manifest, begun: list[Target]
     ) -> tuple[str, bool]:
-        """Return a token for the temporary place, which rank 0 has made; and whether all ranks own what they
-        did at the last save."""
+        """Return a token for the temporary place of rank 0; and whether all ranks own what they did."""
         owned_now = signature(owned)
 
         def decide(is_same: list[bool]) -> tuple[str, bool]:
@@ -149,15 +142,13 @@ class Saver:
                 begun[0].begin()
             return token, all(is_same)
 
-        def is_unchanged() -> bool:
-            return self._assignment is not None and self._assignment.signature == owned_now
-
-        token, is_same = agree_on_every_rank(is_unchanged, decide)
+        token, is_same = agree_on_every_rank(
+            lambda: self._assignment is not None and self._assignment.signature == owned_now, decide
+        )
         return token, is_same
 
     def _take_snapshot(self, save: RankSave) -> Snapshot:
-        """Copy this rank's part. With a server no rank goes on before every copy is made: its next push would
-        change the weights."""
+        """Copy this rank's part. With a server no rank goes on before: its push would change weights."""
         taken: list[Snapshot] = []
 
         def take() -> None:
@@ -184,7 +175,7 @@ class Saver:
         running, self._running = self._running, None
         try:
             # First the parts of all ranks: rank 0's thread would wait forever for a rank whose part failed.
-            for wait in (running.wait_for_part, running.join):
+            for wait in (running.is_part_done.wait, running.join):
                 _wait(wait)
                 check_on_every_rank(running.raise_error)
         except BaseException:

@@ -34,7 +34,7 @@ from echelon.state.checkpoint.manifest import (
     Number,
     OtherVersionError,
 )
-from echelon.state.checkpoint.manifest_reader import dtype_of
+from echelon.state.checkpoint.manifest_reader import DTYPE_NAMES
 from echelon.state.checkpoint.storage import CheckpointFiles, files_at, report_read_errors
 from echelon.state.ownership import AVERAGE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.state.weight_files.layout import Piece, Window, read_pieces, whole
@@ -42,8 +42,6 @@ from echelon.state.weight_files.tensor_file import StoredTensor, read_box
 
 
 class SavedTensor(NamedTuple):
-    """The shape and type of a tensor in a checkpoint."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -85,7 +83,7 @@ class SavedState:
     def parts(self, name: str) -> dict[str, SavedTensor]:
         """Describe what there is of a tensor: its value, its master, the optimizer's state."""
         records = self.manifest.tensors.get(name, {})
-        return {part: SavedTensor(each.shape, dtype_of(each.dtype)) for part, each in records.items()}
+        return {part: SavedTensor(each.shape, DTYPE_NAMES[each.dtype]) for part, each in records.items()}
 
     def value_part(self, name: str, dtype: torch.dtype) -> str:
         """Return the part from which a weight of this type is read: its value, or where that is of another
@@ -99,7 +97,7 @@ class SavedState:
         pieces = [
             Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
         ]
-        dtype = dtype_of(record.dtype)
+        dtype = DTYPE_NAMES[record.dtype]
         is_read_in_place = out.is_cpu and out.dtype == dtype  # else one box in host memory, then a copy
         values = out if is_read_in_place else torch.empty(box.sizes, dtype=dtype)
         read_pieces(pieces, box, values, self._read_stored)
@@ -119,18 +117,16 @@ class SavedState:
 
     @cached_property
     def _expected(self) -> dict[str, dict[str, SavedTensor]]:
-        """The tensors that each file must hold, by the manifest."""
         expected: dict[str, dict[str, SavedTensor]] = {}
         for parts in self.manifest.tensors.values():
             for record in parts.values():
                 for piece in record.pieces:
-                    described = SavedTensor(piece.sizes, dtype_of(record.dtype))
+                    described = SavedTensor(piece.sizes, DTYPE_NAMES[record.dtype])
                     expected.setdefault(piece.file, {})[piece.tensor] = described
         return expected
 
 
 def _read_manifest(path: Path) -> tuple[Manifest, str]:
-    """Read a manifest, and hash all of it."""
     data = read_regular(path, MOST_BYTES)
     try:
         return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
@@ -177,12 +173,7 @@ class SavedParameter:
         for each in boxes:
             self._saved.read(each.slice._replace(part=part), each.tensor)
 
-    def fill_value(self, out: Tensor) -> None:
-        """Fill a tensor like the local parameter with this rank's elements of the weight."""
-        self.fill(self._saved.value_part(self.name, out.dtype), out)
-
     def whole(self, part: str) -> Tensor:
-        """Read all of a part to host memory."""
         saved = self.parts[part]
         out = torch.empty(saved.shape, dtype=saved.dtype)
         origin, sizes = whole(saved.shape)
@@ -245,7 +236,7 @@ def summarize(saved: SavedState) -> dict[str, Any]:
     for parts in manifest.tensors.values():
         for part, record in parts.items():
             kind = KINDS.get(part, "optimizer" if VALUE in parts else "other")
-            num_bytes = math.prod(record.shape) * dtype_of(record.dtype).itemsize
+            num_bytes = math.prod(record.shape) * DTYPE_NAMES[record.dtype].itemsize
             sizes.setdefault(kind, Counter()).update(tensors=1, bytes=num_bytes)
             dtypes.setdefault(kind, set()).add(record.dtype)
     return {

@@ -59,8 +59,7 @@ class SnapshotMemory:
     def take(
         self, layouts: Sequence[FileLayout], tensor_of: Callable[[Slice], Tensor], later: Later = nothing
     ) -> "Snapshot":
-        """Copy the bytes of each file. What is not copied `later` is copied now; on a GPU, before what it is
-        told next."""
+        """Copy the bytes of each file: now (on a GPU, before what it is told next), or `later`."""
         sizes = [round_up(layout.size) for layout in layouts]
         is_gpu = self._device.type == "cuda"
         if sum(sizes) > len(self._memory):
@@ -96,8 +95,7 @@ class SnapshotMemory:
 
 @final
 class Snapshot:
-    """The files of one save, of which `rest` is still to be copied: up to an event what is on a device, by
-    `wait` what is not."""
+    """The files of one save. `rest` is still to be copied: by an event of the device, or else by `wait`."""
 
     def __init__(
         self,

@@ -193,7 +193,6 @@ class FetchedFiles:
 
 @contextmanager
 def report_read_errors(place: str) -> Iterator[None]:
-    """Raise errors of reading as errors of the user."""
     try:
         yield
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from echelon.collectives.buffer_layout import portions
 from echelon.errors import UserError
 from echelon.state.weight_files.tensor_file import (
     TensorEntry,
@@ -62,7 +63,11 @@ def write_weights(
     if next(remaining, None) is not None:
         raise UserError(f"{folder}: more tensors came than the {len(entries)} that were announced")
     if len(files) > 1:
-        _write_json(folder / INDEX, _index(files))
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for shard in files.values() for entry in shard)},
+            "weight_map": {entry.name: file for file, shard in files.items() for entry in shard},
+        }
+        _write_json(folder / INDEX, index)
     with report_os_errors(folder):
         for path in folder.iterdir():
             if (path.name == WEIGHTS or _SHARD.fullmatch(path.name)) and path.name not in files:
@@ -71,24 +76,10 @@ def write_weights(
 
 def split_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> dict[str, list[TensorEntry]]:
     """Split tensors over files, filled in order; a tensor larger than a shard has one to itself."""
-    shards: list[list[TensorEntry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if shards[-1] and filled + entry.nbytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(entry)
-        filled += entry.nbytes
+    shards = list(portions(entries, lambda entry: entry.nbytes, shard_bytes)) or [[]]
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
-def _index(files: Mapping[str, Sequence[TensorEntry]]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(entry.nbytes for shard in files.values() for entry in shard)},
-        "weight_map": {entry.name: file for file, shard in files.items() for entry in shard},
-    }
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

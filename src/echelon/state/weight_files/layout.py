@@ -46,7 +46,6 @@ class Region(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Return the box that is all of a tensor of this shape."""
     return Region((0,) * len(shape), tuple(shape))
 
 
@@ -100,11 +99,9 @@ class FileTensor(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the model's tensors that it is made of."""
         return list(dict.fromkeys(piece.name for piece in self.pieces))
 
     def renamed(self, name: str) -> "FileTensor":
-        """Return the same tensor under another name in the file."""
         pieces = tuple(piece._replace(stored=name) for piece in self.pieces)
         return self._replace(name=name, pieces=pieces)
 

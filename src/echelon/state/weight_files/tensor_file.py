@@ -196,8 +196,6 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not come 
 
 
 class TensorEntry(NamedTuple):
-    """The name, shape and type of a tensor in the header of a file."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.state.bounded_json import MOST_BYTES, parse_json
-from echelon.state.weight_files.layout import Box, WeightLayout, Window, read_pieces
+from echelon.state.weight_files.layout import Box, WeightLayout, read_pieces
 from echelon.state.weight_files.tensor_file import StoredTensor, is_text, nbytes, read_box, read_header
 
 CONFIG = "config.json"
@@ -26,7 +26,6 @@ _MOST_SHARDS = 10_000
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
@@ -80,7 +79,6 @@ def read_headers(folder: Path) -> FolderHeaders:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path}: must hold a 'weight_map' from tensor names to file names")
@@ -168,7 +166,6 @@ class WeightFolder:
         ]
 
     def check(self) -> None:
-        """Raise one error that lists all of them."""
         raise_errors(f"Hugging Face folder '{self.folder}'", self.errors())
 
     def names(self) -> list[str]:
@@ -199,11 +196,9 @@ class WeightFolder:
     def _read_box(self, name: str, box: Box) -> Tensor:
         pieces = self._layout.pieces_of(name)
         out = torch.empty(box.sizes, dtype=self._headers.tensors[pieces[0].stored].dtype, device="cpu")
-        read_pieces(pieces, box, out, self._read_stored)
+        tensors = self._headers.tensors
+        read_pieces(pieces, box, out, lambda stored, window, part: read_box(tensors[stored], window, part))
         return out
-
-    def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
-        read_box(self._headers.tensors[stored], window, out)
 
 
 def _sample(tensor: StoredTensor) -> str:

@@ -27,15 +27,16 @@ from echelon.update.optim.learning_rate import Schedule, by_name
 LANGUAGE_PRESET, TEXT_SOURCE = "gpt-tiny", "stdlib"
 IMAGE_PRESET, IMAGE_SOURCE = "alexnet-tiny", "synthetic"
 
-# Only pydantic reads this: an unknown key is an error.
-_FORBID_EXTRA = {"extra": "forbid"}
+
+class _Table:
+    """Only pydantic reads this: an unknown key is an error."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
-class ExpertsJob:
+class ExpertsJob(_Table):
     """Changes of the experts of the preset; or experts for a model that has none."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
     num_experts: int | None = None
     top_k: int | None = None
@@ -57,7 +58,6 @@ class ExpertsJob:
     jitter: float | None = None
 
     def config(self, preset: ExpertsConfig | None) -> ExpertsConfig | None:
-        """The experts of the preset with the job's changes."""
         changes = _given(self)
         if preset is not None:
             return dataclasses.replace(preset, **changes)
@@ -71,10 +71,8 @@ class ExpertsJob:
 
 
 @dataclass(frozen=True)
-class ModelJob:
+class ModelJob(_Table):
     """A preset, with changes; or the weights and sizes of a Hugging Face folder."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
     preset: str | None = None  # by the task
     weights: str | None = None
@@ -133,11 +131,9 @@ def _given(table: ExpertsJob | ModelJob) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class DataJob:
+class DataJob(_Table):
     """The source of tokens: `stdlib`, a text file, a folder of them, or a `.bin` token file. Or of images:
     `synthetic`, or a folder with one folder for each class."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
     source: str | None = None  # by the task
     dtype: str | None = None
@@ -154,10 +150,8 @@ class DataJob:
 
 
 @dataclass(frozen=True)
-class OptimizerJob:
+class OptimizerJob(_Table):
     """The optimizer, its learning rate over the steps, and the bound on the gradient norm."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
     name: str = "adamw"
     learning_rate: float = 3e-3
@@ -172,10 +166,8 @@ class OptimizerJob:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(_Table):
     """One training run. `batch` counts the samples of the global batch, over all replicas."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
     task: str = "language"
     plan: str = "data=2"

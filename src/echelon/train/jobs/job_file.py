@@ -6,7 +6,7 @@ pydantic does the reading. Only this module imports it, so that the embedded def
 import copy
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from types import UnionType
@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan import FIELDS
-from echelon.program.load import read_text_file
+from echelon.program.build import read_text_file
 from echelon.state.checkpoint.folder import RUN_FILE
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_rules import job_errors
@@ -49,13 +49,10 @@ def read_values(values: dict[str, Any], settings: Iterable[str], plan: str | Non
         by_settings = {setting.partition("=")[0] for setting in settings}
         has_other_errors = bool(invalid) or not unread.keys() <= by_settings
         if errors or not unread.keys().isdisjoint(by_settings):
-            subject = _with_settings(subject) if has_other_errors else _SETTINGS
+            has_file = has_other_errors and subject != _SETTINGS
+            subject = f"{subject} and {_SETTINGS}" if has_file else _SETTINGS
         raise_errors(subject, [*errors, *unread.values(), *invalid])
     return job
-
-
-def _with_settings(subject: str) -> str:
-    return subject if subject == _SETTINGS else f"{subject} and {_SETTINGS}"
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -155,7 +152,7 @@ def _key(error: Any) -> str:
 def _explain(error: Any, values: dict[str, Any]) -> str:
     path, key, value = _path(error), _key(error), error["input"]
     if error["type"] == "dataclass_type":
-        return f"{key}={value}: {_table_fix(key)}{_plan_fix(key, value)}"
+        return f"{key}={value}: {key} is a table, like {key}.{keys_at([key])[0]}=…{_plan_fix(key, value)}"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         fix = _plan_fix(key, value) or did_you_mean(path[-1], keys_at(path[:-1]))
         return f"{key}: there is no such key{fix}"
@@ -167,10 +164,6 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
     if error["type"] == "int_parsing_size":
         return f"{key}={value!r}: must be an integer of fewer digits"
     return f"{key}={value!r}: must be {rule_of(path)}"
-
-
-def _table_fix(key: str) -> str:
-    return f"{key} is a table, like {key}.{keys_at([key])[0]}=…"
 
 
 def _plan_fix(key: str, value: Any) -> str:
@@ -190,12 +183,8 @@ _RULES: dict[Any, str] = {
 _OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, or dynamic"}
 
 
-def keys_at(path: list[str]) -> list[str]:
-    """The keys that a job knows under `path`."""
-    kind: Any = Job()
-    for name in path:
-        kind = getattr(kind, name)
-    return [entry.name for entry in dataclasses.fields(kind)]
+def keys_at(path: Sequence[str]) -> list[str]:
+    return [entry.name for entry in dataclasses.fields(reduce(getattr, path, Job()))]
 
 
 def rule_of(path: list[str]) -> str:
@@ -208,26 +197,19 @@ def is_value(path: list[str]) -> bool:
     return _kind(path) is not None
 
 
-def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
+def remove_lookalikes(values: dict[str, Any], path: Sequence[str] = ()) -> dict[str, str]:
     """Remove values that pydantic would read as another kind; returns by key the error of each."""
     errors: dict[str, str] = {}
-    for path, table in _tables([], values):
-        for name in [name for name in keys_at(path) if name in table]:
-            place = [*path, name]
-            error = _error(place, table[name])
-            if error is not None:
-                key = ".".join(place)
-                errors[key] = f"{key}={_show(table.pop(name))}: must be {error}"
+    for name in (name for name in keys_at(path) if name in values):
+        place, value = [*path, name], values[name]
+        error = _error(place, value)
+        if isinstance(value, dict) and not is_value(place):
+            errors |= remove_lookalikes(value, place)
+        elif error is not None:
+            key, shown = ".".join(place), str(value).lower() if isinstance(value, bool) else repr(value)
+            errors[key] = f"{key}={shown}: must be {error}"
+            del values[name]
     return errors
-
-
-def _tables(path: list[str], table: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """A table, and those in it that a job knows, with their places."""
-    yield path, table
-    for name in keys_at(path):
-        inner = table.get(name)
-        if not is_value([*path, name]) and isinstance(inner, dict):
-            yield from _tables([*path, name], inner)
 
 
 def _kind(path: list[str]) -> Any:
@@ -256,7 +238,3 @@ def _error(path: list[str], value: Any) -> str | None:
     if any(isinstance(item, str) and not item.isascii() for item in items):
         return f"{rule}, written with the digits 0 to 9"
     return None
-
-
-def _show(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -63,16 +63,26 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     _check_optimizer(job.optimizer, findings)
     plan = _check_plan(job, findings)
     check_numbers(job, plan, findings)
-    _check_copies(job, plan, findings)
+    if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
+        findings.add(
+            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
+            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
+            "keep",
+        )
     if not findings.all_valid("task"):  # of which task the other keys are is not known
         _check_schedule(job, findings)
         return findings.errors
     config = MODEL_CHECKS[job.task](job, findings)
     _check_schedule(job, findings)
-    _check_data(job, findings)
+    fraction, key = job.data.validation_fraction, "data.validation_fraction"
+    if not 0 <= fraction < 1:
+        findings.add(f"{key}={fraction}: must be at least 0 and below 1", key)
     DATA_CHECKS[job.task](job, config, findings)
     if plan is not None and config is not None and findings.all_valid("plan"):
-        _check_machine(job, config, plan, findings)
+        for error in host_memory_errors(job, config, plan, ranks_on_this_host(ranks_here(plan))):
+            findings.add(error, "plan", "model")
+        if findings.all_valid("plan"):
+            findings.errors += [f"plan '{plan}': {error}" for error in division_errors(config, plan)]
     return findings.errors
 
 
@@ -86,38 +96,23 @@ def _check_counts(job: "Job", findings: Findings) -> None:
         if value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
     if findings.all_valid("save_every", "keep_every") and job.keep_every:
-        _check_kept(job, findings)
+        if job.save_every == 0:
+            findings.add(
+                f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
+                f"save_every={job.keep_every}, or leave keep_every out",
+                "keep_every",
+            )
+        elif job.keep_every % job.save_every:
+            findings.add(
+                f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; "
+                f"set keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
+                "keep_every",
+            )
     if findings.all_valid("save_every", "keep") and job.keep == "memory" and job.save_every == 0:
         findings.add(
             "keep='memory' save_every=0: no copy would be made; set save_every to the steps between two "
             "copies (save_every=10), or keep=2",
             "keep",
-        )
-
-
-def _check_copies(job: "Job", plan: Plan | None, findings: Findings) -> None:
-    """A rank goes on from its own file in memory, so it must own what it trains."""
-    if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
-        findings.add(
-            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
-            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
-            "keep",
-        )
-
-
-def _check_kept(job: "Job", findings: Findings) -> None:
-    """Checkpoints that are kept for good must be among those that are saved."""
-    if job.save_every == 0:
-        findings.add(
-            f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
-            f"save_every={job.keep_every}, or leave keep_every out",
-            "keep_every",
-        )
-    elif job.keep_every % job.save_every:
-        findings.add(
-            f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; set "
-            f"keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
-            "keep_every",
         )
 
 
@@ -175,29 +170,17 @@ def _check_plan(job: "Job", findings: Findings) -> Plan | None:
     if not findings.all_valid("plan"):
         return None
     plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
-    if plan is None:
-        return None
-    if findings.all_valid("loss_scale"):
+    if plan is not None and findings.all_valid("loss_scale"):
         for error in loss_scale_errors(job.loss_scale, plan.precision):
             findings.add(error, "loss_scale")
-    for unfit in (rank_error(plan), work_error(plan)):
+    for unfit in () if plan is None else (rank_error(plan), work_error(plan)):
         if unfit is not None:
             findings.add(unfit, "plan")
-    if findings.all_valid("plan", "batch") and job.batch < plan.data:
+    if plan is not None and findings.all_valid("plan", "batch") and job.batch < plan.data:
         findings.add(
             f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}", "batch"
         )
     return plan
-
-
-def _check_machine(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, findings: Findings) -> None:
-    """Check that this machine can hold the model, and that the plan can divide it."""
-    ranks = ranks_on_this_host(ranks_here(plan))
-    for error in host_memory_errors(job, config, plan, ranks):
-        findings.add(error, "plan", "model")
-    if findings.all_valid("plan"):
-        for error in division_errors(config, plan):
-            findings.add(f"plan '{plan}': {error}", "plan")
 
 
 def _check_schedule(job: "Job", findings: Findings) -> None:
@@ -212,17 +195,6 @@ def _check_schedule(job: "Job", findings: Findings) -> None:
     for error in errors:
         findings.add(f"optimizer.schedule: {error}")
 
-
-def _check_data(job: "Job", findings: Findings) -> None:
-    fraction = job.data.validation_fraction
-    if not 0 <= fraction < 1:
-        findings.add(
-            f"data.validation_fraction={fraction}: must be at least 0 and below 1",
-            "data.validation_fraction",
-        )
-
-
-# Plans whose steps have more work than can be scheduled.
 
 MOST_WORK = 10**6  # forwards of a pipeline's step
 
@@ -287,20 +259,17 @@ def check_numbers(job: "Job", plan: Plan | None, findings: Findings) -> None:
     factor = job.spike_factor
     if factor != 0 and not 1 < factor < math.inf:
         findings.add(f"spike_factor={factor}: must be a number above 1, or 0 for none", "spike_factor")
-    if factor and findings.all_valid("spike_factor", "save_every"):
-        _check_rollbacks(job, plan, findings)
-
-
-def _check_rollbacks(job: "Job", plan: Plan | None, findings: Findings) -> None:
+    if not factor or not findings.all_valid("spike_factor", "save_every"):
+        return
     if job.save_every == 0:
         findings.add(
-            f"spike_factor={job.spike_factor} save_every=0: after a spike training goes back to a "
-            "checkpoint, and none is saved before the end; set save_every=100, or spike_factor=0",
+            f"spike_factor={factor} save_every=0: after a spike training goes back to a checkpoint, and none "
+            "is saved before the end; set save_every=100, or spike_factor=0",
             "spike_factor",
         )
     if plan is not None and plan.sync == "async":
         findings.add(
-            f"spike_factor={job.spike_factor} sync=async: workers see losses of their own, and cannot go "
-            "back together; use sync=all-reduce, or spike_factor=0",
+            f"spike_factor={factor} sync=async: workers see losses of their own, and cannot go back "
+            "together; use sync=all-reduce, or spike_factor=0",
             "spike_factor",
         )

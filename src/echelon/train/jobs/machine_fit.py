@@ -7,6 +7,7 @@ cannot run.
 
 import dataclasses
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,7 +36,16 @@ RANKS_PER_CORE = 64  # more processes only fill the machine
 
 def rank_error(plan: Plan) -> str | None:
     """Why the ranks of `plan` are not those that are running, or too many to start."""
-    return _error_under_torchrun(plan) if is_under_torchrun() else _error_here(plan)
+    if is_under_torchrun():
+        return _error_under_torchrun(plan)
+    most = most_ranks_here()
+    if plan.pipeline == AUTO or plan.ranks <= most:
+        return None
+    return (
+        f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({os.cpu_count() or 1} cores) starts at "
+        f"most {most}; use fewer ranks, start them on several machines with torchrun, or add --elastic, "
+        "which shrinks data= to what fits"
+    )
 
 
 def ranks_on_this_host(ranks: int) -> int:
@@ -45,17 +55,6 @@ def ranks_on_this_host(ranks: int) -> int:
 
 def most_ranks_here() -> int:
     return RANKS_PER_CORE * (os.cpu_count() or 1)
-
-
-def _error_here(plan: Plan) -> str | None:
-    most = most_ranks_here()
-    if plan.pipeline == AUTO or plan.ranks <= most:
-        return None
-    return (
-        f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({os.cpu_count() or 1} cores) starts at "
-        f"most {most}; use fewer ranks, start them on several machines with torchrun, or add --elastic, "
-        "which shrinks data= to what fits"
-    )
 
 
 def _error_under_torchrun(plan: Plan) -> str | None:
@@ -68,18 +67,13 @@ def _error_under_torchrun(plan: Plan) -> str | None:
         )
     if plan.pipeline == AUTO or plan.ranks == running:
         return None
+    others = plan.ranks // plan.data
+    can_shrink = running < plan.ranks and running % others == 0
+    elastic = f"; or add --elastic, which trains with data={running // others} and the same global batch"
     return (
         f"plan '{plan}': needs {plan.ranks} ranks, but torchrun started {running}; start torchrun with "
-        f"{plan.ranks} processes in total, or change the plan{_elastic_fix(plan, running)}"
+        f"{plan.ranks} processes in total, or change the plan{elastic if can_shrink else ''}"
     )
-
-
-def _elastic_fix(plan: Plan, running: int) -> str:
-    """With fewer ranks than the plan has, another way out."""
-    others = plan.ranks // plan.data
-    if running >= plan.ranks or running % others:
-        return ""
-    return f"; or add --elastic, which trains with data={running // others} and the same global batch"
 
 
 _STATES = {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}  # tensors of optimizer state per weight
@@ -179,10 +173,10 @@ def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBy
 def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
     """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
-    for zero in range(plan.zero + 1, 4):
-        sharded = _with_zero(plan, zero)
-        if sharded is not None and _needed(job, config, sharded).total <= free:
-            return f"add zero={zero} to the plan, which shards them"
+    for zero in range(plan.zero + 1, 4) if plan.pipeline != AUTO else ():
+        with suppress(UserError):  # of a plan that cannot have it
+            if _needed(job, config, dataclasses.replace(plan, zero=zero)).total <= free:
+                return f"add zero={zero} to the plan, which shards them"
     if isinstance(config, ModelConfig):
         sizes = {name: preset(name).num_parameters for name in presets()}
     else:
@@ -191,11 +185,3 @@ def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float)
     smaller = max(fitting, key=lambda name: fitting[name], default=None)
     model = "a smaller model" if smaller is None else f"a smaller model (the preset {smaller} fits)"
     return f"use {model}, or more ranks on other machines with torchrun (tensor, pipeline, zero=3)"
-
-
-def _with_zero(plan: Plan, zero: int) -> Plan | None:
-    try:
-        sharded = dataclasses.replace(plan, zero=zero)
-    except UserError:
-        return None
-    return sharded if plan.pipeline != AUTO else None

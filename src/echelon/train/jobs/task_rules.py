@@ -6,14 +6,16 @@ reported as too long.
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from echelon.data import Corpus, ImageData, TrainingImages, corpus_errors, open_corpus
+from echelon.data import TrainingImages, corpus_errors, open_corpus
 from echelon.errors import UserError
 from echelon.models import ExpertsConfig, ImageConfig, ModelConfig, build_without_memory
 from echelon.plan import Plan
-from echelon.train.task import make_batches, model_config, open_data
+from echelon.train.task import make_batches, open_data
 
 if TYPE_CHECKING:
     from echelon.train.jobs.job import Job
@@ -65,18 +67,11 @@ def refuse_foreign_keys(job: "Job", findings: Findings) -> None:
     """An error for each key that is set and of another task."""
     for task, keys in _TASK_KEYS.items():
         for key in keys if task != job.task else ():
-            value = _value_of(job, key)
+            value = reduce(getattr, key.split("."), job)
             if value is not None:
                 findings.add(
                     f"{key}={value}: task={job.task} does not read it; leave it out, or set task={task}", key
                 )
-
-
-def _value_of(job: "Job", key: str) -> object:
-    value: object = job
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def check_language_model(job: "Job", findings: Findings) -> ModelConfig | None:
@@ -97,30 +92,32 @@ def check_language_model(job: "Job", findings: Findings) -> ModelConfig | None:
 
 
 def check_language_data(job: "Job", config: ModelConfig | None, findings: Findings) -> None:
-    corpus = _check_corpus(job, config, findings)
-    needed = ("plan", "batch", "sequence", "seed", "data.validation_fraction")
-    if corpus is not None and findings.all_valid(*needed):
-        findings.attempt(lambda: make_batches(job, corpus), f"data.source={job.data.text_source}")
-
-
-def _check_corpus(job: "Job", config: ModelConfig | None, findings: Findings) -> Corpus | None:
-    """The corpus. It is opened here first, so that its errors show before a rank starts."""
+    """Opens the corpus, so that its errors show before a rank starts."""
     source, dtype = job.data.text_source, job.data.dtype
     where = f"data.source={source}"
     if not findings.all_valid("data.source", "data.dtype"):
-        return None
-    if config is not None:
-        vocab = config.vocab
-        return findings.attempt(lambda: open_corpus(source, vocab=vocab, dtype=dtype), where)
-    for error in corpus_errors(source, vocab=None, dtype=dtype):
-        findings.add(f"{where}: {error}")
-    return None
+        return
+    if config is None:
+        findings.errors += [f"{where}: {error}" for error in corpus_errors(source, vocab=None, dtype=dtype)]
+        return
+    corpus = findings.attempt(lambda: open_corpus(source, vocab=config.vocab, dtype=dtype), where)
+    needed = ("plan", "batch", "sequence", "seed", "data.validation_fraction")
+    if corpus is not None and findings.all_valid(*needed):
+        findings.attempt(lambda: make_batches(job, corpus), where)
 
 
 def check_image_model(job: "Job", findings: Findings) -> ImageConfig | None:
     """The sizes of the model, if they are valid; the classes are those of the preset, or of the weights."""
     refuse_foreign_keys(job, findings)
-    _check_image_plan(job, findings)
+    if findings.all_valid("plan"):
+        with suppress(UserError):  # reported with the plan
+            plan = Plan.parse(job.plan)
+            if plan.tensor * plan.context > 1:
+                findings.add(
+                    f"plan '{plan}': images have no sequence, and convolutions are not split along tensor; "
+                    "use data, zero and pipeline",
+                    "plan",
+                )
     model = job.model if findings.all_valid("model") else job.model.without_sizes()
     config = findings.attempt(model.image_config, "model", "model")
     if config is not None and findings.all_valid("model"):
@@ -138,27 +135,10 @@ def check_image_data(job: "Job", config: ImageConfig | None, findings: Findings)
         return
     for error in data.errors():
         findings.add(f"{where}: {error}", "data.source")
-    findings.attempt(lambda: model_config(job, data), "model", "model")
+    findings.attempt(lambda: job.model.image_config(data.class_names), "model", "model")
     if findings.all_valid("data.source", "batch", "seed"):
-        findings.attempt(lambda: _check_batches(job, config, data), where, "batch")
-
-
-def _check_batches(job: "Job", config: ImageConfig, data: ImageData) -> None:
-    TrainingImages(data.training, job.batch, config.image_size, job.seed)
-
-
-def _check_image_plan(job: "Job", findings: Findings) -> None:
-    if not findings.all_valid("plan"):
-        return
-    try:
-        plan = Plan.parse(job.plan)
-    except UserError:
-        return  # reported with the plan
-    if plan.tensor * plan.context > 1:
-        findings.add(
-            f"plan '{plan}': images have no sequence, and convolutions are not split along tensor; use data, "
-            "zero and pipeline",
-            "plan",
+        findings.attempt(
+            lambda: TrainingImages(data.training, job.batch, config.image_size, job.seed), where, "batch"
         )
 
 

@@ -35,8 +35,7 @@ def open_copies(job: Job, run: Path, engine: Engine) -> MemoryCopies | None:
 
 
 def folder_of(job: Job, run: Path) -> MemoryFolder | None:
-    """Return the folder of a run's copies, or where they were before its job had another `keep`; None without
-    a RAM disk."""
+    """Return the folder of a run's copies, also of those before another `keep`; None without a RAM disk."""
     try:
         return MemoryFolder(run)
     except UserError:
@@ -57,8 +56,7 @@ def newest_in_memory(job: Job, run: Path) -> int:
 
 
 def loss_warning(job: Job) -> str:
-    """Return a warning for a job under torchrun, whose copies no process writes to disk after its last
-    restart."""
+    """Return a warning for torchrun: no process writes copies to disk after the last restart."""
     if not is_in_memory(job) or job.keep_every > 0:
         return ""
     return (
@@ -88,15 +86,18 @@ def memory_of_run(job: Job, run: Path) -> Iterator[RunMemory]:
 def memory_of_rank(job: Job, run: Path) -> Iterator[None]:
     """The same in a rank of torchrun, which may start it again: then the folder stays."""
     folder = _make(job, run, os.getppid())
+    attempts = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    restarts, most = (int(text) if text.isdecimal() else 0 for text in attempts)
+    stays = False
     try:
         yield
     except BaseException as error:
-        ends = isinstance(error, Preempted | KeyboardInterrupt) or _is_last_attempt()
-        if folder is not None and ends and not isinstance(error, OtherVersionError):
-            folder.remove()
+        ends = isinstance(error, Preempted | KeyboardInterrupt) or restarts >= most
+        stays = not ends or isinstance(error, OtherVersionError)
         raise
-    if folder is not None:
-        folder.remove()
+    finally:
+        if folder is not None and not stays:
+            folder.remove()
 
 
 def _make(job: Job, run: Path, owner: int) -> MemoryFolder | None:
@@ -109,9 +110,3 @@ def _make(job: Job, run: Path, owner: int) -> MemoryFolder | None:
         return None
     folder.make(owner)
     return folder
-
-
-def _is_last_attempt() -> bool:
-    attempts = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    restarts, most = (int(text) if text.isdecimal() else 0 for text in attempts)
-    return restarts >= most

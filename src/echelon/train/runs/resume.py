@@ -3,6 +3,7 @@
 The job is that of the run, in its run.json. The plan may change, and what does not change what is trained.
 """
 
+import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.state.checkpoint.folder import RUN_FILE, find_run
 from echelon.train.checkpoints import newest_step
+from echelon.train.events import METRICS, last_step
 from echelon.train.jobs.job import Job, as_plain
 from echelon.train.jobs.job_file import read_job, read_values
-from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.runs.memory_copies import has_copies, is_in_memory
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, link_errors, read_about
 
@@ -32,8 +33,7 @@ class Continued(NamedTuple):
 
 
 def resume(given: Path | None, settings: Sequence[str], plan: str | None) -> Continued:
-    """The run in the folder `given`; or the newest of a job file, or of the embedded job, that has not
-    finished."""
+    """The run in the folder `given`; or the newest unfinished one of a job file, or of the embedded job."""
     if given is not None and not given.is_file() and given.suffix != ".toml":
         return _continued(given, _job_of(given, settings, plan))
     job = read_job(given, settings, plan)
@@ -43,8 +43,12 @@ def resume(given: Path | None, settings: Sequence[str], plan: str | None) -> Con
 
 def runs_of(job: Job) -> Iterator[Path]:
     """The run folders of a job's name, newest first."""
-    folders = [path.parent for path in Path(job.out).glob(f"{_escaped(job.name)}-*/run.json")]
-    yield from sorted(folders, key=lambda path: (_started(path), path.name), reverse=True)
+    folders = [path.parent for path in Path(job.out).glob(f"{glob.escape(job.name)}-*/{RUN_FILE}")]
+
+    def age(path: Path) -> tuple[str, str]:
+        return str((read_about(path) or {}).get("started", "")), path.name
+
+    yield from sorted(folders, key=age, reverse=True)
 
 
 def _newest(job: Job) -> Path:
@@ -128,22 +132,16 @@ def _show(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-def _started(path: Path) -> str:
-    return str((read_about(path) or {}).get("started", ""))
-
-
-def _escaped(name: str) -> str:
-    """A name without the signs that glob gives a meaning."""
-    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in name)
-
-
-# A run that had saved its state, and has none any more: to begin again in its folder would be a surprise.
-
-
 def lost_errors(path: Path, state: str, began: Job, job: Job) -> list[str]:
-    """Return the error of a run that has saved a checkpoint, and has none on disk or in memory any more."""
+    """Return the error of a run that has saved its state, and has none on disk or in memory any more: to
+    begin again in its folder would be a surprise."""
     steps = began.steps if state == FINISHED else last_step(path / METRICS)
-    if not _had_saved(state, steps, began) or _may_be_in_memory(path, job):
+    # A save is certainly whole when the next one begins, which is before the step after.
+    is_saved = steps > 0 and (state == PREEMPTED or 0 < 2 * began.save_every < steps)
+    if not is_saved and state != FINISHED:
+        return []
+    # Under torchrun another host may have the copies, and only ranks can use them.
+    if is_in_memory(job) if is_under_torchrun() else has_copies(job, path):
         return []
     again = "" if state == FINISHED else f", or remove {path / METRICS} to train this one from step 1 again"
     return [
@@ -151,16 +149,3 @@ def lost_errors(path: Path, state: str, began: Job, job: Job) -> list[str]:
         f"{path / 'checkpoints'}, and no copy in memory; put the checkpoints back, or train a new run "
         f"without --resume{again}"
     ]
-
-
-def _had_saved(state: str, steps: int, job: Job) -> bool:
-    """Return whether a save is certainly whole: it is when the next one begins, which is before the step
-    after."""
-    if state == FINISHED:
-        return True
-    return steps > 0 and (state == PREEMPTED or 0 < 2 * job.save_every < steps)
-
-
-def _may_be_in_memory(path: Path, job: Job) -> bool:
-    """Under torchrun another host may have the copies, and only ranks can use them."""
-    return is_in_memory(job) if is_under_torchrun() else has_copies(job, path)

@@ -63,9 +63,17 @@ class RunFolder:
         made = [path for path in (out, *out.parents) if not path.exists()]
         with explain_os_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-        folder = cls(_make_new(out, stem), made)
-        folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
-        return folder
+        for number in range(1, MAX_RUNS_PER_SECOND + 1):  # two runs of the same second get two folders
+            path = out / (stem if number == 1 else f"{stem}-{number}")
+            with explain_os_errors(path), suppress(FileExistsError):
+                path.mkdir()
+                folder = cls(path, made)
+                folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
+                return folder
+        raise UserError(
+            f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
+            "choose another name with --set name=NAME"
+        )
 
     def note(self, kind: str, **values: Any) -> None:
         """Add to the events of the run."""
@@ -76,8 +84,8 @@ class RunFolder:
 
     def mark(self, state: str, about: dict[str, Any]) -> None:
         """Replace run.json: its old entries, the new ones, and the state."""
-        earlier = self.about() if self._state_file.exists() else {}
-        self.write("run.json", strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
+        earlier = self.about() if (self.path / RUN_FILE).exists() else {}
+        self.write(RUN_FILE, strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
 
     def write(self, name: str, text: str, *, sync: bool = False) -> Path:
         """Write a small file completely, or not at all; with `sync`, it is on the disk then."""
@@ -116,26 +124,8 @@ class RunFolder:
         return str(self.about()["state"])
 
     def about(self) -> dict[str, Any]:
-        """Return the entries of run.json."""
-        about: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        about: dict[str, Any] = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
         return about
-
-    @property
-    def _state_file(self) -> Path:
-        return self.path / "run.json"
-
-
-def _make_new(out: Path, stem: str) -> Path:
-    """A new folder: two runs that start in the same second get two."""
-    for number in range(1, MAX_RUNS_PER_SECOND + 1):
-        path = out / (stem if number == 1 else f"{stem}-{number}")
-        with explain_os_errors(path), suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise UserError(
-        f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
-        "choose another name with --set name=NAME"
-    )
 
 
 def place_error(out: Path) -> str | None:
@@ -187,19 +177,16 @@ _MOST_SHOWN = 5
 def link_errors(folder: Path) -> list[str]:
     """An error for all in a folder that is neither a file nor a folder; the first few."""
     errors: list[str] = []
-    for path, kind in _others(folder):
-        if len(errors) == _MOST_SHOWN:
-            return [*errors, "and more of them"]
-        errors.append(
-            f"{path}: is a {kind}, and a run has only its own files and folders; replace it by what it means"
-        )
-    return errors
-
-
-def _others(folder: Path) -> Iterator[tuple[Path, str]]:
     for parent, folders, files in os.walk(folder):  # follows no link
-        for name in (*folders, *files):
-            path = Path(parent, name)
+        for path in (Path(parent, name) for name in (*folders, *files)):
             mode = path.lstat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                yield path, "link" if stat.S_ISLNK(mode) else "pipe, socket or device"
+            if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+                continue
+            if len(errors) == _MOST_SHOWN:
+                return [*errors, "and more of them"]
+            kind = "link" if stat.S_ISLNK(mode) else "pipe, socket or device"
+            errors.append(
+                f"{path}: is a {kind}, and a run has only its own files and folders; replace it by what it "
+                "means"
+            )
+    return errors

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import final
 
 import torch.distributed as dist
@@ -45,7 +45,6 @@ class StopRequest:
 
     @classmethod
     def of_ranks(cls) -> "StopRequest":
-        """For the ranks of the process group."""
         # A connection of its own: in the other one, training may wait for a rank that waits for this.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         return cls(PrefixStore("echelon/stop", store), dist.get_rank(), dist.get_world_size())
@@ -72,9 +71,7 @@ class StopRequest:
             self._undo = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
         self._undo.close()
         if kind is None:

@@ -23,6 +23,7 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import AUTO, Plan
+from echelon.quantities import counted
 from echelon.state.checkpoint.copies.folder import DAYS_KEPT, MemoryFolder, forget_all
 from echelon.state.checkpoint.copies.to_disk import HostCopies
 from echelon.train.checkpoints import checkpoint_folder, newest_step
@@ -166,8 +167,11 @@ def supervise(job: Job, run: Run, fit: Fit, sigterm: Sigterm) -> None:
             if not sigterm.came or not run.logbook.has_started:
                 raise
             note = _what_is_saved(fit(job), path)
-            if isinstance(error, RankFailed | UserError):
-                raise _with_note(error, note) from error
+            if isinstance(error, UserError):
+                raise UserError(error.title, [*error.errors, note]) from error
+            if isinstance(error, RankFailed):
+                others = [*error.others, note]
+                raise type(error)(error.rank, error.reason, error.traceback, others) from error
             error.add_note(note)
             raise
     if last is not None:
@@ -224,12 +228,6 @@ def _what_is_saved(job: Job, run: Path) -> str:
     return f"stopped by SIGTERM before saving; {last}{kept}; go on with: echelon train --resume {run}"
 
 
-def _with_note(error: RankFailed | UserError, note: str) -> RankFailed | UserError:
-    if isinstance(error, UserError):
-        return UserError(error.title, [*error.errors, note])
-    return type(error)(error.rank, error.reason, error.traceback, [*error.others, note])
-
-
 class _Faults:
     """Counts those since the last progress."""
 
@@ -238,14 +236,14 @@ class _Faults:
         self._number, self._saved = 0, self._newest(job)
 
     def add(self, error: RankFailed, fitted: Job) -> None:
-        """Tell of a fault of ranks of a job; raises it again where it is one too many."""
+        """Tell of a fault; raises it again where it is one too many."""
         saved = self._newest(fitted)
         if saved > self._saved:
             self._number, self._saved = 0, saved
         self._number += 1
         if self._number > self._job.restarts:
             if self._job.restarts:
-                restarts = "1 restart" if self._job.restarts == 1 else f"{self._job.restarts} restarts"
+                restarts = counted(self._job.restarts, "restart")
                 error.add_note(f"{restarts} since the last checkpoint did not help")
             raise error
         self._run.take(Restarting(f"rank {error.rank} {error.reason}", self._number, self._job.restarts))

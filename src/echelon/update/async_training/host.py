@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from echelon.collectives import Ledger
 from echelon.launching import PeerLost
 from echelon.parallel.data.buckets import Bucket, fill_buckets, gradient_dtype, weight_dtype
-from echelon.parallel.data.sharing import Storages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_state, whole_slice
 from echelon.update.async_training.port import (
@@ -100,7 +99,8 @@ class Host:
             of_local = SavedParameter(
                 saved, local.name, lambda like: in_whole(OwnedSlice(whole, like)), state=state
             )
-            of_local.fill_value(local.tensor.detach())
+            value = local.tensor.detach()
+            of_local.fill(saved.value_part(local.name, value.dtype), value)
             self._stepper.load(local, of_local)
 
         self.server.load(load)
@@ -108,23 +108,21 @@ class Host:
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         return self._stepper.updated_tensors()
 
-    def storages(self) -> Storages:
-        """The memory of weights and gradients beside the worker's."""
-        boxes = [connection.storages() for connection in self._connections]
-        weights = [bucket.buffer for bucket in self._weights]
-        return Storages(
-            weights + [tensor for outbox, _ in boxes for tensor in outbox],
-            [tensor for _, inbox in boxes for tensor in inbox],
-        )
-
-    def optimizer_storages(self) -> list[Tensor]:
-        return [tensor for _, state in self.server.state() for tensor in state.values()]
+    def storages(self) -> dict[str, list[Tensor]]:
+        """The memory beside the worker's, by category."""
+        outboxes = [tensor for connection in self._connections for tensor in connection.outbox]
+        inboxes = [bucket.buffer for connection in self._connections for bucket in connection.inbox]
+        return {
+            "parameters": [*(bucket.buffer for bucket in self._weights), *outboxes],
+            "gradients": inboxes,
+            "optimizer": [tensor for _, state in self.server.state() for tensor in state.values()],
+        }
 
     def close(self) -> None:
         """Serve until every worker has said goodbye, or has been silent for long."""
         end = time.monotonic() + _PATIENCE_SECONDS
         for connection in self._connections:
-            connection.join(max(0.0, end - time.monotonic()))
+            connection.thread.join(max(0.0, end - time.monotonic()))
 
 
 def _copy_into(weights: list[Bucket], named: Sequence[tuple[str, nn.Parameter]]) -> list[LocalParameter]:
@@ -169,23 +167,15 @@ class Connection:
         self._server, self._worker = server, worker
         self._ledger = Ledger()
         self._group = channel(group, self._ledger)
-        self._outbox = [torch.empty_like(bucket.buffer, device="cpu") for bucket in weights]
-        self._inbox = gradients
+        self.outbox = [torch.empty_like(bucket.buffer, device="cpu") for bucket in weights]
+        self.inbox = gradients
         self._used = torch.empty(sum(len(bucket.views) for bucket in gradients), dtype=torch.uint8)
 
     def start(self) -> None:
         # A daemon: a rank that fails must not wait for its workers. A clean end is the host's to see to.
         name = f"echelon-worker-{self._worker}"
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    def join(self, patience: float) -> None:
-        """Return when the worker has said goodbye, or after `patience` seconds."""
-        self._thread.join(patience)
-
-    def storages(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The memory of weights and of gradients."""
-        return self._outbox, [bucket.buffer for bucket in self._inbox]
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
 
     @torch.no_grad()
     def _serve(self) -> None:
@@ -207,7 +197,8 @@ class Connection:
         if request.kind == Kind.GOODBYE:
             return False
         if request.kind == Kind.PUSH:
-            self._receive_gradient()
+            buffers = [self._used, *(bucket.buffer for bucket in self.inbox)]
+            recv_tensors(self._group, buffers, self._worker, "gradients")
         try:
             reply, tensors, subject = self._ask_server(request)
         except (ServerFailed, PeerLost) as error:
@@ -223,23 +214,19 @@ class Connection:
     def _ask_server(self, request: Message) -> tuple[Message, list[Tensor], str]:
         match request.kind:
             case Kind.PULL:
-                version = self._server.pull(self._worker, request.number, self._outbox)
-                return Message(Kind.DONE, version), self._outbox, "parameters"
+                version = self._server.pull(self._worker, request.number, self.outbox)
+                return Message(Kind.DONE, version), self.outbox, "parameters"
             case Kind.PUSH:
-                gradient = Gradient(self._inbox, self._used, *request[2:])
+                gradient = Gradient(self.inbox, self._used, *request[2:])
                 result = self._server.push(self._worker, request.number, gradient)
                 return Message(Kind.DONE, *result), [], ""
             case Kind.SYNCHRONIZE:
-                version = self._server.synchronize(self._worker, self._outbox)
-                return Message(Kind.DONE, version), self._outbox, "parameters"
+                version = self._server.synchronize(self._worker, self.outbox)
+                return Message(Kind.DONE, version), self.outbox, "parameters"
             case _:
                 assert request.kind == Kind.LOG, request
                 rows = pack_log(self._server.log(request.number))
                 return Message(Kind.DONE, len(rows)), [rows], "log"
-
-    def _receive_gradient(self) -> None:
-        buffers = [self._used, *(bucket.buffer for bucket in self._inbox)]
-        recv_tensors(self._group, buffers, self._worker, "gradients")
 
     def _report(self, error: Exception) -> None:
         text = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)

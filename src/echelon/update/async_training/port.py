@@ -109,10 +109,6 @@ def pack_log(log: Iterable[Push]) -> Tensor:
     return torch.tensor(list(log), dtype=torch.int64).view(-1, len(Push._fields))
 
 
-def unpack_log(rows: Tensor) -> list[Push]:
-    return [Push(*row) for row in rows.tolist()]
-
-
 SERVER = 0  # the replica whose process the server lives in
 
 
@@ -154,8 +150,6 @@ class LocalPort:
 
 @final
 class RemotePort:
-    """A worker in another process than the server."""
-
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
         self._group = channel(group, ledger)
         self._open = True
@@ -177,7 +171,7 @@ class RemotePort:
         send_message(self._group, Message(Kind.LOG, version), SERVER)
         rows = torch.empty(self._reply().number, len(Push._fields), dtype=torch.int64)
         recv_tensors(self._group, [rows], SERVER, "log")
-        return unpack_log(rows)
+        return [Push(*row) for row in rows.tolist()]
 
     def leave(self) -> None:
         if self._open:

@@ -58,8 +58,6 @@ class Gradient:
 
 @dataclass(eq=False)
 class _Contribution:
-    """A gradient that waits for its update."""
-
     step: int
     gradient: Gradient
     result: PushResult | None = None
@@ -114,7 +112,13 @@ class Server:
         ):  # whichever thread updates, the gradient is there by then
             self._round[worker] = contribution
             self._changed.notify_all()
-            self._wait(lambda: contribution.result is not None or self._round_is_whole(step))
+            self._wait(
+                lambda: (
+                    contribution.result is not None
+                    or not self._in_rounds
+                    or self._clocks.awaited(step) <= self._round.keys()
+                )
+            )
             if contribution.result is None:
                 self._update()
             assert contribution.result is not None
@@ -137,7 +141,6 @@ class Server:
             return version
 
     def log(self, version: int) -> list[Push]:
-        """Return the pushes that have led to `version`."""
         with self._changed:
             self._check()
             return [entry for entry in self._log if entry.pushed <= version]
@@ -216,9 +219,6 @@ class Server:
                 target.copy_(bucket.buffer)
         self._pulled[worker] = self.version
         return self.version
-
-    def _round_is_whole(self, step: int) -> bool:
-        return not self._in_rounds or self._clocks.awaited(step) <= self._round.keys()
 
     def _update(self) -> None:
         """One optimizer step of the count-weighted mean of all contributions, added in worker order."""
@@ -342,7 +342,6 @@ class Clocks:
         self._completed[worker] = step + 1
 
     def restore(self, completed: Sequence[int]) -> None:
-        """Every worker has completed so many steps."""
         self._completed = list(completed)
 
     def awaited(self, step: int) -> set[int]:

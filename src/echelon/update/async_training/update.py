@@ -29,7 +29,7 @@ from echelon.parallel.data.grad_accumulation import hook_gradient
 from echelon.parallel.data.parameter_set import ParameterSet
 from echelon.parallel.data.sharing import LocalSum, Storages, whole_parameters
 from echelon.state.checkpoint.saved import SavedState, numbers_of
-from echelon.state.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, whole_slice
+from echelon.state.ownership import LocalParameter, OwnedSlice, own_counter, whole_slice
 from echelon.update.async_training.host import Host, flat_buckets
 from echelon.update.async_training.port import SERVER, LocalPort, Port, RemotePort, open_group
 from echelon.update.async_training.server import Gradient
@@ -59,7 +59,6 @@ class WorkerGradients(LocalSum):
 
     @property
     def weights(self) -> list[Tensor]:
-        """The memory that a pull writes to."""
         return [bucket.buffer for bucket in self._weights]
 
     def local_parameters(self) -> list[LocalParameter]:
@@ -82,9 +81,6 @@ class WorkerGradients(LocalSum):
     def used_flags(self) -> Tensor:
         """Return a flag for each trained parameter: it has got a gradient in this step."""
         return torch.tensor([p in self._used for p in self._trained], dtype=torch.uint8)
-
-    def norm_share(self) -> list[Tensor]:
-        return []
 
     def owned(self) -> list[OwnedSlice]:
         return []
@@ -220,18 +216,15 @@ class AsyncUpdate(Update):
             return self._owned_scale()
         parameters = self._gradients.parameter_set.parameters
         frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
-        version = OwnedSlice(Slice(ENGINE, "version", (), (), ()), torch.tensor(self._host.server.version))
+        version = own_counter("version", self._host.server.version)
         weights = [*self._host.owned(), *(OwnedSlice(whole_slice(name, p), p) for name, p in frozen)]
         return [*weights, version, *self._owned_scale()]
 
     def _owned_scale(self) -> list[OwnedSlice]:
         if self.loss_scaling is None:
             return []
-        counters, whose = self.loss_scaling.counters(), f"of worker {self._group.rank}"
-        return [
-            OwnedSlice(Slice(ENGINE, f"{part} {whose}", (), (), ()), torch.as_tensor(value).double())
-            for part, value in counters.items()
-        ]
+        whose = f"of worker {self._group.rank}"
+        return [own_counter(f"{name} {whose}", each) for name, each in self.loss_scaling.counters().items()]
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         return [] if self._host is None else self._host.updated_tensors()
@@ -255,10 +248,8 @@ class AsyncUpdate(Update):
         worker = self._gradients.storages()
         storages = {"parameters": worker.parameters, "gradients": worker.gradients, "optimizer": []}
         if self._host is not None:
-            served = self._host.storages()
-            storages["parameters"] += served.parameters
-            storages["gradients"] += served.gradients
-            storages["optimizer"] += self._host.optimizer_storages()
+            for category, tensors in self._host.storages().items():
+                storages[category] += tensors
         return storages
 
     def close(self, *, failed: bool = False) -> None:

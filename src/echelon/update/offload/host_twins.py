@@ -10,12 +10,13 @@ Twins have memory from the first update on. Until then they are what the weights
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives import HostBoundary
+from echelon.parallel.data.zero.host_weights import HostRun
 from echelon.state.ownership import LocalParameter
 from echelon.update.precision.flat_memory import views_like, without_memory
 from echelon.update.precision.rounding import KeyedRounding, Placement
@@ -27,21 +28,9 @@ _MOMENTS = 2
 _CPU = torch.device("cpu")
 
 
-class HostRun(Protocol):
-    """A local parameter that is kept in host memory (offload=parameters), which the host updates."""
-
-    def join(self) -> None:
-        """Return when no copy reads or writes it. Any thread may call this."""
-
-    @property
-    def memory(self) -> Tensor: ...
-
-
 @final
 @dataclass(eq=False)
 class Twin:
-    """One local parameter on the host."""
-
     local: LocalParameter
     updated: nn.Parameter
     weights: Tensor
@@ -103,7 +92,6 @@ class HostTwins:
         return self._twins[local.tensor]
 
     def allocate(self) -> None:
-        """Take memory for all twins."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in self._twins):
             of_type = [twin for twin in self.all if twin.local.tensor.dtype == dtype]
             own = [twin for twin in of_type if not self._is_in_place(twin)]
@@ -118,7 +106,7 @@ class HostTwins:
                 if not self._in_float32:
                     twin.updated.data = twin.weights
         if self.has_masters:
-            self._masters, views = views_like(list(self._twins), torch.float32, _plain_memory)
+            self._masters, views = views_like(list(self._twins), torch.float32, torch.empty)
             for twin, view in zip(self.all, views, strict=True):
                 twin.updated.data = view
         self.has_memory = True
@@ -129,8 +117,7 @@ class HostTwins:
         return self._in_place and twin.host_run is not None
 
     def load(self, twins: Sequence[Twin]) -> None:
-        """`weights`, or the copies of offload=parameters, have values that no update has made: masters begin
-        with them."""
+        """Begin masters with `weights`, or the copies of offload=parameters, that no update has made."""
         for twin in twins:
             if twin.host_run is not None and not self._in_place:
                 twin.weights.copy_(twin.host_run.memory)
@@ -146,8 +133,7 @@ class HostTwins:
     def update(
         self, twins: Sequence[Twin], gradients: Sequence[Tensor], call: Callable[[], None], number: int
     ) -> None:
-        """Let `call` update twins with these gradients; then `weights` have the new values. `number`: of the
-        update."""
+        """Let `call` make update `number` of twins; then `weights` have the new values."""
         targets = [twin.updated for twin in twins]
         if self._rounding is not None and twins:  # ranks that talk in an update all call, also with nothing
             copies = self._in_scratch("weights", twins, [twin.weights for twin in twins])
@@ -178,7 +164,7 @@ class HostTwins:
 
         def reuse(size: int, dtype: torch.dtype) -> Tensor:
             if use not in self._scratch or len(self._scratch[use]) < size:
-                self._scratch[use] = _plain_memory(size, dtype)
+                self._scratch[use] = torch.empty(size, dtype=dtype)
             return self._scratch[use]
 
         _, copies = views_like([twin.local.tensor for twin in twins], torch.float32, reuse)
@@ -200,8 +186,7 @@ class HostTwins:
         return [*masters, *self._scratch.values()]
 
     def num_bytes(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return about what weights, masters and the optimizer's state will take: state is that of known
-        kinds."""
+        """Return about what weights, masters and the state of known optimizers will take."""
         weights = sum(twin.local.tensor.nbytes for twin in self.all if not self._is_in_place(twin))
         own = sum(tensor.nbytes for tensor in self._twins)
         float32 = sum(4 * tensor.numel() for tensor in self._twins)
@@ -216,12 +201,7 @@ class HostTwins:
         return Twin(local, updated, without_memory(local.tensor, local.tensor.dtype, _CPU))
 
 
-def _plain_memory(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(size, dtype=dtype)
-
-
 def _shares_memory(local: LocalParameter) -> bool:
-    """Return whether what is updated is memory of the model's parameter, so that the user can change it
-    there."""
+    """Return whether what is updated is memory of the model's parameter, which the user can change."""
     own, of_model = local.tensor.untyped_storage(), local.parameter.untyped_storage()
     return bool(own._cdata == of_model._cdata)

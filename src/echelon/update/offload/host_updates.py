@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from echelon.collectives.agreement import gather_rows
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.hardware import available_memory, usable_cores
@@ -111,7 +112,6 @@ def _guard_weights(stepper: HostStepper, local: LocalStages, wrapping: Wrapping)
 
 
 def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Refuse what cannot update on the host."""
     name, plan = type(optimizer).__name__, mesh.plan
     if any(group.get("capturable") for each in inner_optimizers(optimizer) for group in each.param_groups):
         raise UserError(
@@ -161,7 +161,8 @@ def check_host_memory(needs: Mapping[str, int], mesh: Mesh) -> None:
         return
     free = available_memory()
     own = [_machine(), _NO_LIMIT if free is None else free, *needs.values()]
-    rows = _all_rows(torch.tensor(own, dtype=torch.int64, device=mesh.device), mesh)
+    own_row = torch.tensor(own, dtype=torch.int64, device=mesh.device)
+    rows: list[list[int]] = gather_rows(own_row, mesh.group("all"), "agreement").tolist()
     for machine in dict.fromkeys(row[0] for row in rows):
         local = [row[1:] for row in rows if row[0] == machine]
         sizes = dict(zip(needs, map(sum, zip(*(row[1:] for row in local), strict=True)), strict=True))
@@ -194,15 +195,6 @@ def _machine() -> int:
     """The same number for all processes of one machine, or container."""
     boot = _BOOT.read_text() if _BOOT.exists() else ""
     return zlib.crc32(f"{socket.gethostname()} {boot}".encode())
-
-
-def _all_rows(own: Tensor, mesh: Mesh) -> list[list[int]]:
-    group = mesh.group("all")
-    rows = own.new_empty(group.size, len(own))
-    with group.ledger.about("agreement"):
-        group.all_gather(rows, own)
-    numbers: list[list[int]] = rows.tolist()
-    return numbers
 
 
 def _message(sizes: Mapping[str, int], free: int, ranks: int, mesh: Mesh) -> str:

@@ -51,7 +51,6 @@ class HostWorker:
         self.on_raise: Callable[[], None] = lambda: None  # in one that is told of it, any number of times
 
     def submit(self, job: Callable[[], None]) -> Ticket:
-        """Run `job` after those before it."""
         self.check()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="echelon-host-update", daemon=True)
@@ -167,7 +166,6 @@ class HostRing:
         return self._memory[begin : begin + num_bytes]
 
     def give_back(self) -> None:
-        """The oldest piece is free."""
         with self._changed:
             self._taken.popleft()
             self._changed.notify()
@@ -228,8 +226,7 @@ class DirectCall:
 
 
 def runs_beside(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether another thread may update: the optimizer is a known one, no hook watches its steps, and
-    ranks do not talk in them."""
+    """Return whether another thread may update: no hook watches the steps, and ranks do not talk in them."""
     return takes_units(optimizer) and not talks(optimizer)
 
 

@@ -31,7 +31,7 @@ from echelon.update.offload.weight_return import KeptWeights, WeightReturn
 from echelon.update.optim.local import FirstStates, Make
 from echelon.update.optim.optimizer_state import load_state
 from echelon.update.precision.flat_memory import dense_strides
-from echelon.update.precision.optimizer_call import may_fuse
+from echelon.update.precision.optimizer_call import may_fuse, on_device
 from echelon.update.precision.stepper import LocalStepper, state_tensors
 
 _IN_FLIGHT = 2  # units whose gradients are on their way down
@@ -159,7 +159,7 @@ class HostStepper(LocalStepper):
         self, local: Sequence[LocalParameter], ring: HostRing
     ) -> tuple[list[Tensor], list[Copy]]:
         found = [each.tensor.grad.detach() for each in local if each.tensor.grad is not None]
-        sizes = [_aligned_bytes(gradient) for gradient in found]
+        sizes = [round_up(gradient.nbytes, ALIGNMENT) for gradient in found]
         pieces = ring.take(max(sum(sizes), ALIGNMENT))[: sum(sizes)].split(sizes)
         gradients = [
             piece.view(gradient.dtype)[: gradient.numel()].as_strided(
@@ -332,10 +332,7 @@ class HostStepper(LocalStepper):
             self.optimizer.state.before_read = self._worker.wait_from_outside
         for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
             if hasattr(self.optimizer, register):
-                getattr(self.optimizer, register)(self._wait_for_state)
-
-    def _wait_for_state(self, *_: object) -> None:
-        self._worker.wait()
+                getattr(self.optimizer, register)(lambda *_: self._worker.wait())
 
 
 def _check_dense(local: LocalParameter) -> None:
@@ -351,20 +348,9 @@ def _gradient_bytes(local: LocalParameter) -> int:
     return round_up(local.tensor.numel() * dtype.itemsize, ALIGNMENT)
 
 
-def _aligned_bytes(gradient: Tensor) -> int:
-    return round_up(gradient.numel() * gradient.element_size(), ALIGNMENT)
-
-
 def _on_one_device(factor: Number, skip: Flag) -> Tensor:
     """Return both as one float64 tensor: on the device, if either is there."""
-    on_device = next((each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda), None)
-    if on_device is None:
+    there = [each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda]
+    if not there:
         return torch.tensor([float(factor), float(skip)], dtype=torch.float64)
-    return torch.stack(
-        [
-            each.detach().double().reshape(())
-            if isinstance(each, Tensor)
-            else on_device.new_full((), each, dtype=torch.float64)
-            for each in (factor, skip)
-        ]
-    )
+    return torch.stack([on_device(each, there).detach().reshape(()) for each in (factor, skip)])

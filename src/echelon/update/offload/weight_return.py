@@ -33,12 +33,10 @@ class Returning:
 
 @final
 class WeightReturn:
-    """The new weights on their way from the host to the device."""
-
     def __init__(self, boundary: HostBoundary) -> None:
         self._boundary = boundary
         self._on_the_way: dict[Tensor, Returning] = {}  # by local parameter
-        self._delayed: list[Returning] = []  # made, or being made, and kept on the host
+        self.delayed: list[Returning] = []  # made, or being made, and kept on the host
         self._last: dict[Tensor, Copy] = {}  # out of the memory of each twin
         # Told in the thread of the step: these weights must not be read until they have arrived.
         self.on_expect: Callable[[Sequence[LocalParameter]], None] = lambda _: None
@@ -49,7 +47,7 @@ class WeightReturn:
         if not announce:
             kept = Returning(twins, [], self._earlier(twins))
             self.record_versions(twin for twin in twins if twin.local.tensor not in self._on_the_way)
-            self._delayed.append(kept)
+            self.delayed.append(kept)
             return kept
         self.wait([twin.local.tensor for twin in twins])
         fetches = [
@@ -63,19 +61,14 @@ class WeightReturn:
     def _earlier(self, twins: Sequence[Twin]) -> list[Copy]:
         return [self._last[each.local.tensor] for each in twins if each.local.tensor in self._last]
 
-    @property
-    def delayed(self) -> list[Returning]:
-        """The updates that were kept back."""
-        return self._delayed
-
     def delay_again(self, updates: Sequence[Returning]) -> None:
         """The device has the weights of before these updates again."""
-        self._delayed = list(updates)
+        self.delayed = list(updates)
         self.record_versions(twin for each in updates for twin in each.twins)
 
     def send_delayed(self) -> None:
         """All updates that were kept back are made: send their weights."""
-        for kept in self._delayed:
+        for kept in self.delayed:
             kept.copies = [
                 self._boundary.fetch(twin.local.tensor.detach(), twin.weights) for twin in _coming(kept.twins)
             ]
@@ -85,11 +78,11 @@ class WeightReturn:
                     twin.host_run.memory.copy_(twin.weights)
             self._remember(kept)
             self._mark(kept)
-        self._delayed = []
+        self.delayed = []
 
     def changed_twins(self) -> list[Twin]:
         """Return twins kept back whose weights the user has changed meanwhile."""
-        return [twin for kept in self._delayed for twin in kept.twins if self.is_changed(twin)]
+        return [twin for kept in self.delayed for twin in kept.twins if self.is_changed(twin)]
 
     def is_changed(self, twin: Twin) -> bool:
         """Return whether the user has changed a weight since it came up, and the twin has other values."""
@@ -137,8 +130,7 @@ class WeightReturn:
 
 
 def _coming(twins: Sequence[Twin]) -> list[Twin]:
-    """Return twins whose weights go to the device as soon as they are made; others are fetched for each
-    use."""
+    """Return twins whose weights go to the device when they are made; others are fetched for each use."""
     return [twin for twin in twins if twin.host_run is None]
 
 
@@ -158,35 +150,30 @@ class KeptWeights:
         if not self._memory:
             self._allocate()
         self._replaced = replaced
-        stores = [
-            self._boundary.store(self._views[twin.local.tensor], twin.local.tensor.detach())
-            for twin in self._kept()
-            if twin.host_run is None
-        ]
+        self._copy(back=False)
+
+    def _copy(self, *, back: bool) -> None:
+        """Copy weights to where they are kept, or back."""
+        copies = []
         for twin in self._kept():
-            if twin.host_run is not None:
-                twin.host_run.join()
-                self._views[twin.local.tensor].copy_(twin.host_run.memory)
-        for copy in stores:
+            kept, weights, run = self._views[twin.local.tensor], twin.local.tensor.detach(), twin.host_run
+            if run is None and back:
+                copies.append(self._boundary.fetch(weights, kept))
+            elif run is None:
+                copies.append(self._boundary.store(kept, weights))
+            else:
+                run.join()
+                target, source = (run.memory, kept) if back else (kept, run.memory)
+                target.copy_(source)
+        for copy in copies:
             copy.wait()
 
     def forget(self) -> None:
-        """The newest weights stay."""
         self._replaced = ()
 
     def put_back(self) -> Sequence[Returning]:
         """Bring back what was kept. Returns the updates that are late again."""
-        fetches = [
-            self._boundary.fetch(twin.local.tensor.detach(), self._views[twin.local.tensor])
-            for twin in self._kept()
-            if twin.host_run is None
-        ]
-        for twin in self._kept():
-            if twin.host_run is not None:
-                twin.host_run.join()
-                twin.host_run.memory.copy_(self._views[twin.local.tensor])
-        for copy in fetches:
-            copy.wait()
+        self._copy(back=True)
         replaced, self._replaced = self._replaced, ()
         return replaced
 
@@ -195,7 +182,6 @@ class KeptWeights:
         return any(twin.is_changed for twin in self._kept())
 
     def num_bytes(self) -> int:
-        """Return the bytes that it may take."""
         return sum(twin.local.tensor.nbytes for twin in self._twins.all)
 
     def _kept(self) -> list[Twin]:

@@ -26,7 +26,7 @@ from echelon.update.optim.sum_optimizer import (
     StatisticsBuffer,
     SumOptimizer,
     Work,
-    add_in_turns,
+    in_turns,
     inside,
     portions,
     rate_of,
@@ -144,7 +144,6 @@ def _is_factored(entry: Entry) -> bool:
 
 
 def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
-    """Add this rank's part of the sums of squares."""
     weights = [weight for entry in entries for weight in entry.weights]
     _add_norms(entries, [sums[entry.part.number][0] for entry in entries], weights)
     matrices = [entry for entry in entries if _is_factored(entry)]
@@ -155,7 +154,7 @@ def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
             [inside(sums[entry.part.number][statistic], box) for box in entry.part.boxes]
             for entry in matrices
         ]
-        add_in_turns(targets, norms)
+        in_turns(torch._foreach_add_, targets, norms)
 
 
 def _norms(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
@@ -176,7 +175,8 @@ def _add_norms(entries: Sequence[Entry], targets: Sequence[Tensor], boxes: list[
     norms = list(torch._foreach_norm(boxes, 2, targets[0].dtype))
     _square(norms)
     rest, counts = iter(norms), [len(entry.part.boxes) for entry in entries]
-    add_in_turns(
+    in_turns(
+        torch._foreach_add_,
         [[target] * count for target, count in zip(targets, counts, strict=True)],
         [list(islice(rest, count)) for count in counts],
     )
@@ -248,6 +248,5 @@ def _rms(entries: Sequence[Entry], sums: StatisticsBuffer) -> Tensor:
 
 
 def _least(group: ParamGroup, entry: Entry) -> float:
-    """The least √V."""
     least: float | None = group["eps"][0]
     return torch.finfo(entry.weights[0].dtype).eps if least is None else least

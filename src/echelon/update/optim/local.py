@@ -63,7 +63,6 @@ class FirstStates(defaultdict[Tensor, State]):
         return super().get(tensor, default)
 
     def take(self, others: Mapping[Tensor, State]) -> None:
-        """Have the state of `others` alone."""
         new = dict(others)
         self.clear()
         self.update(new)

@@ -28,18 +28,17 @@ def state_forms(
 
     `fused`: its kernel is chosen for each update (offload=optimizer).
     """
-    owner = _owner(optimizer, tensor)
+    owner = owner_of(optimizer, tensor)
     return None if owner is None else _forms(*owner, tensor, fused=fused)
 
 
 def has_no_state(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> bool:
-    """Return whether the optimizer never updates a tensor, since this rank has padding alone of the
-    parameter."""
-    owner = _owner(optimizer, tensor)
+    """Return whether the optimizer never updates a tensor: this rank has only padding of the parameter."""
+    owner = owner_of(optimizer, tensor)
     return owner is not None and isinstance(owner[0], SumOptimizer) and owner[0].passes_over(tensor)
 
 
-def _owner(
+def owner_of(
     optimizer: torch.optim.Optimizer, tensor: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
     """The one of its optimizers that updates a tensor, and the group."""

@@ -1,7 +1,7 @@
 """Several optimizers as one (Muon for matrices, AdamW for the rest), and optimizers by name for job files."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -61,7 +61,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._connect()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Each optimizer updates its parameters."""
         loss = None if closure is None else closure()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -99,23 +98,8 @@ def _check_apart(groups: Sequence[dict[str, Any]]) -> None:
         )
 
 
-class Settings(Protocol):
-    """The optimizer settings of a job."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def momentum(self) -> float: ...
-
-
-def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name. Vectors (biases, norms) are not decayed."""
+def make_optimizer(settings: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that the `settings` of a job name. Vectors (biases, norms) are not decayed."""
     trained = list(parameters)
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},

@@ -25,8 +25,8 @@ from echelon.update.optim.sum_optimizer import (
     StatisticsBuffer,
     SumOptimizer,
     Work,
+    in_turns,
     inside,
-    maximum_in_turns,
     portions,
     rate_of,
 )
@@ -129,14 +129,14 @@ def _second_moments(entry: Entry) -> list[Tensor]:
 def _collect_largest(
     entries: Sequence[Entry], moments: Sequence[Sequence[Tensor]], largest: StatisticsBuffer
 ) -> None:
-    """Collect this rank's part of the new accumulators."""
     pairs = list(zip(entries, moments, strict=True))
     for dim in range(max(_num_accumulators(entry) for entry in entries)):
         having = [(entry, of_one) for entry, of_one in pairs if dim < _num_accumulators(entry)]
         targets = [
             [inside(largest[entry.part.number][dim], box) for box in entry.part.boxes] for entry, _ in having
         ]
-        maximum_in_turns(targets, [[_largest(moment, dim) for moment in of_one] for _, of_one in having])
+        values = [[_largest(moment, dim) for moment in of_one] for _, of_one in having]
+        in_turns(torch._foreach_maximum_, targets, values)
 
 
 def _largest(moment: Tensor, dim: int) -> Tensor:

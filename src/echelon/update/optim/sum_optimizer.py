@@ -99,44 +99,32 @@ class StatisticsBuffer:
         self._rounds = exchange.rounds
         wanted = [shapes(whole) for whole in exchange.shapes]
         sizes = [prod(shape) for of_one in wanted for shape in of_one]
-        self._memory = torch.zeros(sum(sizes), dtype=exchange.dtype, device=exchange.device)
-        views = iter(self._memory.split(sizes))
+        self.memory = torch.zeros(sum(sizes), dtype=exchange.dtype, device=exchange.device)
+        views = iter(self.memory.split(sizes))
         self._views = [[next(views).view(shape) for shape in of_one] for of_one in wanted]
         self._ends = [0, *accumulate(sum(map(prod, of_one)) for of_one in wanted)]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._memory.dtype
-
-    def clear(self) -> None:
-        self._memory.zero_()
+        return self.memory.dtype
 
     def __getitem__(self, index: int) -> list[Tensor]:
-        """The statistics of a parameter, whole."""
         return self._views[index]
 
     def reduce(self, op: Reduction) -> None:
         """Sums, or maxima, over the ranks that hold other parts."""
         for group, end, begin in self._rounds:
             with group.ledger.about("optimizer"):
-                group.all_reduce(self._memory[self._ends[begin] : self._ends[end]], op)
+                group.all_reduce(self.memory[self._ends[begin] : self._ends[end]], op)
 
 
-def add_in_turns(targets: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> None:
-    """Add values to targets, those of each parameter one after the other: its boxes may share rows."""
-    _in_turns(torch._foreach_add_, targets, values)
-
-
-def maximum_in_turns(targets: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> None:
-    """The larger of target and value, into the target; in turns, as sums are."""
-    _in_turns(torch._foreach_maximum_, targets, values)
-
-
-def _in_turns(
+def in_turns(
     operation: Callable[[list[Tensor], list[Tensor]], None],
     targets: Sequence[Sequence[Tensor]],
     values: Sequence[Sequence[Tensor]],
 ) -> None:
+    """Combine values with targets in place, those of each parameter one after the other: its boxes may share
+    rows."""
     for in_turn, of_turn in zip(zip_longest(*targets), zip_longest(*values), strict=True):
         pairs = [pair for pair in zip(in_turn, of_turn, strict=True) if pair[0] is not None]
         operation([target for target, _ in pairs], [value for _, value in pairs])
@@ -190,7 +178,7 @@ class Work:
     def buffer(self, name: str, shapes: Callable[[Shape], list[Shape]]) -> StatisticsBuffer:
         """Zeros for statistics of all parameters, in the same memory in every update."""
         if name in self.buffers:
-            self.buffers[name].clear()
+            self.buffers[name].memory.zero_()
         else:
             self.buffers[name] = StatisticsBuffer(self.exchange, shapes)
         return self.buffers[name]
@@ -284,7 +272,6 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         return not any(part is not None and _has_elements(part, tensor) for part in held)
 
     def check(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Raise if a tensor cannot be updated with this gradient."""
         name = type(self).__name__
         if gradient.is_sparse:
             raise UserError(

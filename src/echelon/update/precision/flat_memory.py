@@ -1,13 +1,13 @@
 """Many tensors of one type in one piece of memory, so that few kernels and one allocation serve them all."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from echelon.collectives.buffer_layout import block_size, lay_out, round_up
+from echelon.collectives.buffer_layout import block_size, lay_out, portions, round_up
+from echelon.nn.triton_support import has_triton
 
 
 def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -16,27 +16,28 @@ def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     A tensor of `like` that is not dense (a slice of columns) gets the strides that a copy of it has.
     """
     views: dict[int, Tensor] = {}
-    for device, indices in _by_memory(like).items():
-        _, of_device = views_like([like[index] for index in indices], dtype, partial(_empty, device=device))
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(like):
+        by_device.setdefault(tensor.device, []).append(index)
+    for device, indices in by_device.items():
+        _, of_device = views_like(
+            [like[index] for index in indices], dtype, partial(torch.empty, device=device)
+        )
         views |= zip(indices, of_device, strict=True)
     return [views[index] for index in range(len(like))]
 
 
 def views_like(
-    like: Sequence[Tensor], dtype: torch.dtype, empty: Callable[[int, torch.dtype], Tensor]
+    like: Sequence[Tensor], dtype: torch.dtype, empty: Callable[..., Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the memory that `empty` takes for so many elements, and its view for each tensor of `like`."""
+    """Return the memory of `empty(size, dtype=…)`, and its view for each tensor of `like`."""
     layout = lay_out((each.numel() for each in like), block_size(dtype))
-    memory = empty(layout.size, dtype)
+    memory = empty(layout.size, dtype=dtype)
     views = [
         memory.as_strided(each.shape, dense_strides(each), begin)
         for each, (begin, _) in zip(like, layout.places, strict=True)
     ]
     return memory, views
-
-
-def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
 
 
 def without_memory(
@@ -54,18 +55,8 @@ def have_same_layout(tensor: Tensor, other: Tensor) -> bool:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy of the tensor."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
-
-def _by_memory(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    indices: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        indices.setdefault(tensor.device, []).append(index)
-    return indices
-
-
-Weight = TypeVar("Weight")
 
 # Bytes of copies. The same for every model of 10 million parameters or more, of which it is less than half.
 _LARGEST_PORTION = 16 * 2**20
@@ -77,26 +68,12 @@ def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> 
     So bf16 gradients and their copies take no more than float32 gradients would, unless one weight is more
     than half of all.
     """
-    sizes = [
-        _copied_bytes(weight.grad, master)
+    sizes = {
+        weight: _copied_bytes(weight.grad, master)
         for weight, master in zip(weights, masters, strict=True)
         if weight.grad is not None
-    ]
-    yield from portions(weights, sizes, min(_LARGEST_PORTION, sum(sizes) // 2))
-
-
-def portions(weights: Sequence[Weight], sizes: Sequence[int], limit: int) -> Iterator[list[Weight]]:
-    """Divide weights into portions of at most `limit` bytes, or of one weight that is larger."""
-    portion: list[Weight] = []
-    taken = 0
-    for weight, size in zip(weights, sizes, strict=True):
-        if taken and size and taken + size > limit:
-            yield portion
-            portion, taken = [], 0
-        portion.append(weight)
-        taken += size
-    if portion:
-        yield portion
+    }
+    yield from portions(weights, sizes.__getitem__, min(_LARGEST_PORTION, sum(sizes.values()) // 2))
 
 
 def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -131,11 +108,4 @@ def _needs_copy(gradient: Tensor, master: nn.Parameter) -> bool:
 
 def has_kernel(tensor: Tensor) -> bool:
     """Return whether Triton has kernels for it."""
-    return tensor.is_cuda and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
-
-    return has_triton()
+    return tensor.is_cuda and has_triton()

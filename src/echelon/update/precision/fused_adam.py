@@ -21,8 +21,6 @@ _ALIGNMENT = 16  # bytes: what the kernel reads at once
 
 
 class Element(NamedTuple):
-    """All that belongs to one master."""
-
     weight: Tensor
     gradient: Tensor
     master: Tensor
@@ -47,7 +45,7 @@ class Prepared:
         self.tables = [Table(group) if group else None for group in elements]
         self.steps = [[each.step for each in group] for group in elements]
 
-    def holds(self, gradients: Sequence[Tensor | None], addresses: list[int] | None) -> bool:
+    def holds(self, gradients: Sequence[Tensor | None], addresses: list[int]) -> bool:
         return addresses == self._addresses and all(
             gradient is not None and gradient.is_contiguous() and gradient.dtype == self._gradient_type
             for gradient in gradients
@@ -67,11 +65,13 @@ class FusedAdam:
         if not masters or not self._suits():
             return None
         addresses = self._addresses(weights, masters)
+        if addresses is None:
+            return None
         known = self._prepared.get(masters[0])
         if known is not None and known.holds([weight.grad for weight in weights], addresses):
             return known
         elements = self._elements(weights, masters)
-        if elements is None or addresses is None:
+        if elements is None:
             return None
         groups = [
             [elements[master] for master in group["params"] if master in elements]
@@ -81,7 +81,6 @@ class FusedAdam:
         return self._prepared[masters[0]]
 
     def forget(self) -> None:
-        """State has other memory: find it again."""
         self._prepared.clear()
 
     def _suits(self) -> bool:
@@ -95,8 +94,7 @@ class FusedAdam:
     def _addresses(
         self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> list[int] | None:
-        """Return the addresses of all that belongs to the masters, in each step: it costs little of its
-        time."""
+        """Return the addresses of all that belongs to the masters; None without state or gradient."""
         addresses = []
         for weight, master in zip(weights, masters, strict=True):
             state, gradient = self._optimizer.state.get(master), weight.grad
@@ -109,28 +107,19 @@ class FusedAdam:
     def _elements(
         self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> dict[nn.Parameter, Element] | None:
+        """All that belongs to each master, which has state and a gradient; None where the kernel takes no
+        such tensors."""
         elements = {}
         for weight, master in zip(weights, masters, strict=True):
-            element = self._element(weight, master)
-            if element is None:
+            state, gradient = self._optimizer.state[master], weight.grad
+            assert gradient is not None
+            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+            element = Element(weight.detach(), gradient.detach(), master.detach(), *moments)
+            if not has_kernel(master) or not all(_lies_like(tensor, master) for tensor in element[:-1]):
                 return None
             elements[master] = element
         types = {(each.weight.dtype, each.gradient.dtype) for each in elements.values()}
         return elements if len(types) == 1 else None
-
-    def _element(self, weight: nn.Parameter, master: nn.Parameter) -> Element | None:
-        state, gradient = self._optimizer.state.get(master), weight.grad
-        if not state or gradient is None or gradient.layout is not torch.strided or not has_kernel(master):
-            return None
-        element = Element(
-            weight.detach(),
-            gradient.detach(),
-            master.detach(),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state["step"],
-        )
-        return element if all(_lies_like(tensor, master) for tensor in element[:-1]) else None
 
     @torch.no_grad()
     def step(self, prepared: Prepared, factor: Number, skip: Flag) -> None:

@@ -47,8 +47,6 @@ class ScaleState(NamedTuple):
 
 @final
 class LossScaling:
-    """The scale of a training, from step to step."""
-
     def __init__(self, choice: LossScale, device: torch.device | None = None) -> None:
         """`choice`: a number for a scale that stays. `device`: where the state is, if not on the host."""
         self._rule = DynamicScale() if choice == "dynamic" else choice

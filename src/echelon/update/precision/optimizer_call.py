@@ -47,8 +47,6 @@ class OptimizerCall(ABC):
 
 @final
 class HostCall(OptimizerCall):
-    """Reads factor and skip."""
-
     def readable(self, skip: Flag) -> Flag:
         return bool(skip)
 
@@ -155,8 +153,7 @@ def restricted(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks, beside the engine's, hear of the optimizer's steps, or of those of all
-    optimizers."""
+    """Return whether hooks, beside the engine's, hear of the steps of this optimizer or of all."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = (  # some wrappers of optimizers never call Optimizer.__init__
         *(getattr(optimizer, name, None) or {} for name in own),

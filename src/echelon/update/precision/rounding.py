@@ -18,11 +18,12 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.buffer_layout import portions
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make
-from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, portions, without_memory
+from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, without_memory
 from echelon.update.precision.stepper import (
     LocalStepper,
     copy_all,
@@ -189,8 +190,7 @@ class RoundingStepper(LocalStepper):
             self._step(weights, factor, skip)
             return
         skip = self._call.readable(skip)
-        sizes = [weight.numel() * torch.float32.itemsize for weight in weights]
-        for portion in portions(weights, sizes, _PORTION):
+        for portion in portions(weights, lambda weight: weight.numel() * torch.float32.itemsize, _PORTION):
             self._step(portion, factor, skip)
 
     def _step(self, weights: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:

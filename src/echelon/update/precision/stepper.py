@@ -55,8 +55,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
-        """Update everything that has a gradient, or what has one of a `unit`; where `skip`, nothing.
-        Gradients may be changed."""
+        """Update all, or a `unit`, that has a gradient; where `skip`, nothing. Gradients may be changed."""
 
     def step_all(self, factor: Number, skip: Flag = False) -> None:
         """Update everything: at once, or one unit after the other where weights are in host memory."""
@@ -102,8 +101,7 @@ class Stepper(ABC):
         weight is loaded already. Talks to no one."""
 
     def changed(self) -> list[LocalParameter]:
-        """Return weights that the user has changed since the last update, of those that come from the
-        host."""
+        """Return weights from the host that the user has changed since the last update."""
         return []
 
     def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
@@ -116,7 +114,6 @@ class Stepper(ABC):
         return []
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:
-        """The device's memory of the state of local parameters."""
         return [tensor for each in local for tensor in self.state(each).values()]
 
     def gradients_in_flight(self) -> list[Tensor]:
@@ -128,8 +125,7 @@ class Stepper(ABC):
 
     def finish(self, *, temporary: bool = False) -> bool:  # noqa: ARG002
         """Return when no update is under way, and the newest weights are there: true, if ranks must share
-        them again, since an update was kept back. `temporary`: `undo_finish` follows before the next
-        step."""
+        them again, since an update was kept back. `temporary`: `undo_finish` follows before the next step."""
         return False
 
     def undo_finish(self) -> bool:
@@ -151,8 +147,7 @@ class Stepper(ABC):
 
 
 class LocalStepper(Stepper):
-    """The optimizer updates something in place of each local parameter: a subclass has it when this is
-    made."""
+    """The optimizer updates something in place of each local parameter, which a subclass has made."""
 
     def __init__(
         self,
@@ -190,8 +185,6 @@ class LocalStepper(Stepper):
 
 @final
 class DirectStepper(LocalStepper):
-    """The optimizer works on the weights themselves."""
-
     def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         parameters = with_gradients(self._local if unit is None else unit)
         with nullcontext() if unit is None else restricted(self.optimizer, parameters):
@@ -354,6 +347,5 @@ def follow(master: Tensor, weight: Tensor) -> None:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> dict[str, Tensor]:
-    """The optimizer's state of one tensor that it updates."""
     state = optimizer.state.get(updated, {})
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

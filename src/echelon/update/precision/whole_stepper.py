@@ -8,7 +8,7 @@ the whole parameter, all of them in one message each way:
                                                new weights
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -58,13 +58,11 @@ class Routes(NamedTuple):
     def collect(
         self, part: Callable[[LocalParameter], Tensor], whole: Callable[[LocalParameter], Tensor]
     ) -> None:
-        """Copy parts into whole tensors."""
         self._move(self._boxes(part), self._boxes_of_wholes(whole))
 
     def distribute(
         self, whole: Callable[[LocalParameter], Tensor], part: Callable[[LocalParameter], Tensor]
     ) -> None:
-        """Copy whole tensors into parts."""
         self._move(self._boxes_of_wholes(whole), self._boxes(part))
 
     def _boxes(self, part: Callable[[LocalParameter], Tensor]) -> "_Boxes":
@@ -147,8 +145,10 @@ class WholeStepper(Stepper):
         if self._rounding is not None:
             results = self._rounded(routes)
         routes.distribute(lambda local: results[self._wholes[local]], lambda local: local.tensor.detach())
-        if not self._masters:
-            self._forget_weights(updated)
+        if not self._masters:  # until the next update the user may change them
+            self._is_here.clear()
+            for whole in updated:
+                whole.data = without_memory(whole, whole.dtype)
 
     def _present_routes(self, chosen: set[nn.Parameter] | None) -> Routes:
         """Return the routes of all weights that are on the device."""
@@ -185,12 +185,6 @@ class WholeStepper(Stepper):
         for local, copy in copies.items():
             follow(self._wholes[local].detach(), copy.to(local.tensor.dtype))
         self._changed.clear()
-
-    def _forget_weights(self, wholes: Iterable[nn.Parameter]) -> None:
-        """Forget weights until the next update: the user may change them."""
-        self._is_here.clear()
-        for whole in wholes:
-            whole.data = without_memory(whole, whole.dtype)
 
     @torch.no_grad()
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:

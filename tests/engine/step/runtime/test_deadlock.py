@@ -44,6 +44,7 @@ def is_quick(plan: str) -> bool:
     return any(f"microbatches={number} " in plan for number in (1, 4, 8))
 
 
+@pytest.mark.quick_cases(40)
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if is_quick(plan) else pytest.mark.slow) for plan in plans()]
 )
@@ -65,12 +66,14 @@ SEVERAL = [
 ]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("plan", SEVERAL)
 def test_nor_does_a_longer_training(plan: str) -> None:
     """Two steps in a row, or two drains, around an evaluation."""
     check_training(plan, edges_of_mesh, length=2, lazy=True)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.slow_cases(
     "{'waits_for_sends': False}-pipeline=3 microbatches=4 schedule=pipedream-2bw",
     "{'waits_for_sends': False}-pipeline=4 microbatches=1 schedule=pipedream-vertical",

@@ -45,6 +45,7 @@ def lists_of(plan: str) -> list[list[Operation]]:
     return [list(operations_of(runs, rank)) for rank in range(len(runs[0].program.ranks))]
 
 
+@pytest.mark.quick_cases(25)
 @pytest.mark.parametrize("stages", range(2, 9))
 @pytest.mark.parametrize("schedule", [*CHAINS, *RINGS])
 def test_messages_of_every_schedule_end(schedule: str, stages: int) -> None:

@@ -105,7 +105,7 @@ def test_nothing_stays_behind_a_unit_that_does_not_fit() -> None:
 def unit_of(group: Group, *, whole: bool) -> HostUnit:
     parameters = [("a", nn.Parameter(torch.arange(4.0).view(2, 2))), ("b", nn.Parameter(torch.ones(3)))]
     boundary = PretendedBoundary(group.ledger)
-    unit = HostUnit("unit", parameters, group, boundary, sharded=not whole)
+    unit = HostUnit("unit", parameters, group, boundary=boundary, sharded=not whole)
     unit.free()
     return unit
 

@@ -103,7 +103,6 @@ class FlatUnit:
                 yield LocalParameter(name, parameter, run, low - begin)
 
     def part_of_gradient(self, local: LocalParameter) -> Tensor:
-        """The summed gradient of one run."""
         assert self.gradient.part is not None
         return self._run_in(self.gradient.part, local)
 
@@ -180,7 +179,6 @@ class FlatUnit:
     # Changes of whole weights that do not stay.
 
     def _gathered_runs(self) -> list[Tensor]:
-        """This rank's part of the whole weights, as runs."""
         part = self._local_part(self.flat)
         return [self._run_in(part, local) for local in self._local]
 
@@ -189,7 +187,6 @@ class FlatUnit:
             self._changes.compare(self._gathered_runs())
 
     def start_step(self) -> None:
-        """Forget what earlier passes have changed."""
         self._changes.start_step()
 
     def start_update(self) -> None:

@@ -185,7 +185,6 @@ class GradientSums:
         self._finish_second_sums(0)
 
     def storages(self) -> list[Tensor]:
-        """Whole gradients in flight."""
         return [scatter.gradient for scatter in self._scatters if scatter.gradient is not None]
 
     def drop(self) -> None:

@@ -8,8 +8,9 @@ store     device → host, behind an update
 drop      gives the device's memory back
 """
 
-from collections.abc import Set
-from typing import final
+from collections.abc import Callable, Set
+from functools import partial
+from typing import Any, final
 
 from torch import Tensor, nn
 
@@ -22,8 +23,7 @@ from echelon.state.ownership import LocalParameter
 
 @final
 class HostPlace:
-    """The place of the weights of units: the first that fit into `resident_bytes` on the device, others in
-    host memory."""
+    """The place of units: the first that fit into `resident_bytes` on the device, others on the host."""
 
     def __init__(self, boundary: HostBoundary, resident_bytes: int = 0, *, updates: bool = False) -> None:
         """`updates`: they are updated there too (offload=optimizer)."""
@@ -45,18 +45,13 @@ class HostWeights:
     def __init__(self, tensor: Tensor, boundary: HostBoundary) -> None:
         """Takes the values of `tensor`, which is here."""
         self.tensor, self._boundary = tensor, boundary
-        self._host = boundary.empty(tensor.numel(), tensor.dtype)
-        self._host.copy_(tensor)
+        self.memory = boundary.empty(tensor.numel(), tensor.dtype)  # the host's, whatever it holds now
+        self.memory.copy_(tensor)
         self.is_here = True
         self._fetch: Copy | None = None  # that no stream has waited for
         self._last_fetch: Copy | None = None
         self._store: Copy | None = None
         self.is_storing = False  # no stream has waited for the last store
-
-    @property
-    def memory(self) -> Tensor:
-        """The host's memory, whatever it holds now."""
-        return self._host
 
     @property
     def values(self) -> Tensor:
@@ -66,14 +61,14 @@ class HostWeights:
         """
         if self._store is not None:
             self._store.join()
-        return self._host
+        return self.memory
 
     def fetch(self) -> None:
         """Begin to bring the weights here, unless they are here or on their way."""
         if not self.is_here:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
             self.is_here = True
-            self._fetch = self._last_fetch = self._boundary.fetch(self.tensor, self._host)
+            self._fetch = self._last_fetch = self._boundary.fetch(self.tensor, self.memory)
 
     def wait(self) -> None:
         """Let what is launched from now on wait for the weights, on the device; the host goes on."""
@@ -88,13 +83,11 @@ class HostWeights:
                 copy.join()
 
     def store(self) -> None:
-        """Begin to bring new weights to the host."""
-        self._store, self.is_storing = self._boundary.store(self._host, self.tensor), True
+        self._store, self.is_storing = self._boundary.store(self.memory, self.tensor), True
 
     def close(self) -> None:
-        """Let go of the host's memory: the engine is closed. Copies hold it too, and those that still run are
-        held by the boundary."""
-        self._host = self._host.new_empty(0)
+        """Let go of the host's memory: the engine is closed. The boundary holds copies that still run."""
+        self.memory = self.memory.new_empty(0)
         self._fetch = self._last_fetch = self._store = None
 
     def drop(self) -> None:
@@ -128,23 +121,13 @@ class HostRun:
 
 @final
 class HostUnit(FlatUnit):
-    """A unit that lies in host memory between uses: this rank's shard, or the whole weights, of which the
-    shard then is a part."""
+    """A unit that lies in host memory between uses: this rank's shard, or the whole weights with it."""
 
     offloaded = True
 
-    def __init__(
-        self,
-        name: str,
-        parameters: list[tuple[str, nn.Parameter]],
-        group: Group,
-        boundary: HostBoundary,
-        *,
-        sharded: bool,
-        owner: UnitOwner | None = None,
-    ) -> None:
-        super().__init__(name, parameters, group, sharded=sharded, owner=owner)
-        self.host = HostWeights(self.shard if sharded else self.flat, boundary)
+    def __init__(self, *arguments: Any, boundary: HostBoundary, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.host = HostWeights(self.shard if self.sharded else self.flat, boundary)
         self._is_fetching = False  # for a gather
 
     def gather(self) -> None:
@@ -229,7 +212,6 @@ class HostUnit(FlatUnit):
         return self.host.values[begin : begin + local.tensor.numel()].view(local.tensor.shape)
 
     def host_run(self, local: LocalParameter) -> HostRun:
-        """Return where a run lies in host memory."""
         return HostRun(self.host, local)
 
     def close(self) -> None:
@@ -245,9 +227,8 @@ def flatten(
     host: HostPlace | None,
     owner: UnitOwner,
 ) -> list[FlatUnit]:
-    """The memory of one unit: its trained parameters and, where weights leave the device, its frozen ones;
-    for each kind and type of its own. A parameter of `separate` is sharded by itself. `sharded`: each rank
-    keeps a part of the weights."""
+    """The memory of one unit, by kind and type: its trained parameters and, where weights leave the device,
+    its frozen ones; a parameter of `separate` by itself. `sharded`: each rank keeps a part of the weights."""
     kinds: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in unit.parameters:
         if parameter.requires_grad or sharded or host is not None:
@@ -258,11 +239,8 @@ def flatten(
     for parameters in kinds.values():
         size = sum(p.numel() * p.element_size() for _, p in parameters)
         boundary = None if host is None else host.boundary_for(size // group.size if sharded else size)
-        flat = (
-            FlatUnit(unit.name, parameters, group, sharded=sharded, owner=owner)
-            if boundary is None
-            else HostUnit(unit.name, parameters, group, boundary, sharded=sharded, owner=owner)
-        )
+        make: Callable[..., FlatUnit] = FlatUnit if boundary is None else partial(HostUnit, boundary=boundary)
+        flat = make(unit.name, parameters, group, sharded=sharded, owner=owner)
         flat.free()  # before the next unit takes memory
         flats.append(flat)
     return flats

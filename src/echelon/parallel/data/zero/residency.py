@@ -134,7 +134,6 @@ class Residency:
 
     @property
     def in_use(self) -> bool:
-        """Return whether a module runs."""
         return any(users > (index in self._held) for index, users in enumerate(self._users))
 
     def ahead(self, *, backward: bool) -> None:
@@ -149,7 +148,6 @@ class Residency:
                 self._free(index)
 
     def leave(self, index: int) -> None:
-        """Free what has no user any more."""
         for need in self._needs[index]:
             self._users[need] -= 1
             if self._users[need] == 0:

@@ -85,8 +85,7 @@ def _by_size(
     fixed: frozenset[nn.Module],
     divided: tuple[type, ...] = (nn.ModuleList, nn.Sequential),
 ) -> list[nn.Module]:
-    """`fixed`: modules that are units whatever their size. `divided`: the kinds of lists at whose blocks a
-    child is divided."""
+    """`fixed`: modules that are units of any size. `divided`: lists at whose blocks a child is cut."""
     modules: list[nn.Module] = []
     for child in module.children():
         size = _num_bytes(child)
@@ -129,7 +128,6 @@ def _tied_outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 def _outside_parameters(model: nn.Module, units: list[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that are read while no unit runs."""
     return [p for module in _outside(model, units) for p in _direct_parameters(module)]
 
 
@@ -149,7 +147,6 @@ def _outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 def _without_empty(units: list[Unit]) -> list[Unit]:
-    """Leave out units that own nothing and need nothing."""
     keep = [index for index, unit in enumerate(units) if unit.parameters or unit.needs]
     place = {old: new for new, old in enumerate(keep)}
     return [units[index]._replace(needs=[place[need] for need in units[index].needs]) for index in keep]

@@ -53,17 +53,13 @@ class UseHooks:
         returned: Callable[[Use, Tensor], None],
     ) -> None:
         self._enter, self._leave, self._returned = enter, leave, returned
-        self._units = {module: unit for unit, module in enumerate(modules)}
+        self.units = {module: unit for unit, module in enumerate(modules)}  # those that are watched
         self._calls: dict[nn.Module, list[Use]] = {module: [] for module in modules}
         # A watched module's output → the uses that it is the only input of.
         self._consumers: MutableMapping[Tensor, list[Use]] = WeakIdKeyDictionary()
         for unit, module in enumerate(modules):
             wrapping.before("gather", module, self._before(unit), with_kwargs=True, prepend=True)
             wrapping.after("gather", module, self._after, with_kwargs=True, always_call=True)
-
-    def unit_of(self, module: nn.Module) -> int | None:
-        """The unit of a module that is watched."""
-        return self._units.get(module)
 
     def _before(self, unit: int) -> Callable[..., Any]:
         @untraced
@@ -154,7 +150,6 @@ class UnitUses:
         self._in_pass = False
 
     def start_pass(self, *, backward: bool) -> None:
-        """Begin to gather what a pass uses first."""
         self._in_pass = True
         self._residency.ahead(backward=backward)
 
@@ -176,10 +171,9 @@ class UnitUses:
         self._residency.abandon()
 
     def finish_backward(self) -> None:
-        """The backward pass is over, for all uses. Another one may go through a graph that is retained."""
         for use in self._in_backward:
             self._hooks.end_backward(use)
-            use.over = False
+            use.over = False  # another pass may go through a graph that is retained
         self._in_backward = []
 
     def end_reduced(self, flat: FlatUnit, later: Sequence[FlatUnit]) -> None:
@@ -193,7 +187,7 @@ class UnitUses:
     @contextmanager
     def second_run(self, module: nn.Module) -> Iterator[None]:
         """Around a module's forward that runs again in the backward pass."""
-        unit = self._hooks.unit_of(module)
+        unit = self._hooks.units.get(module)
         if unit is None:
             yield
             return
@@ -265,7 +259,6 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def _attributes(value: object) -> list[Any]:
-    """Return the attributes of an object, those in slots too."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]

@@ -42,7 +42,8 @@ class Idle:
         self._parameters: list[nn.Parameter] = []
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        if not _is_traced_apart(parameter):
+        # A type of another library has attributes of its own.
+        if type(parameter) is nn.Parameter or type(parameter).__module__.startswith("echelon."):
             _watched[parameter] = _Watched(ref(self), name)
             self._parameters.append(parameter)
 
@@ -99,7 +100,6 @@ class IdleParameter(nn.Parameter):
 
 
 def idle_kind(parameter: nn.Parameter, kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that a parameter of this kind has now."""
     return IdleParameter if kind is nn.Parameter and is_idle(parameter) else kind
 
 
@@ -144,11 +144,6 @@ class LostGradient(Tensor):
                 return func(*args, **(kwargs or {}))
         lost = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
         raise UserError(lost.text)
-
-
-def _is_traced_apart(parameter: nn.Parameter) -> bool:
-    """Return whether its type is of another library, with attributes of its own."""
-    return type(parameter) is not nn.Parameter and not type(parameter).__module__.startswith("echelon.")
 
 
 class FreedParameter(nn.Parameter):
@@ -280,7 +275,6 @@ class NewWeights:
                 each.parameter.__class__ = FreedParameter
 
     def arrive(self, local: Sequence[LocalParameter]) -> None:
-        """They are there."""
         for each in local:
             if each.parameter in self._local:
                 mark_whole(each.parameter)

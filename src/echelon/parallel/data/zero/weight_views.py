@@ -157,10 +157,12 @@ class ChangedRuns:
         if self._shards is None:
             self._fingerprints = [device_fingerprint(run) for run in runs]
 
+    @torch.no_grad()
     def compare(self, runs: Sequence[Tensor]) -> None:
         """Note which runs are not what they were."""
         if self._shards is not None:
-            flags = [_differs(run, shard) for run, shard in zip(runs, self._shards, strict=True)]
+            pairs = zip(runs, self._shards, strict=True)
+            flags = [~torch.isclose(run, shard, rtol=0, atol=0, equal_nan=True).all() for run, shard in pairs]
         else:
             shown = zip(runs, self._fingerprints, strict=bool(self._fingerprints))
             flags = [(device_fingerprint(run) != before).any() for run, before in shown]
@@ -184,8 +186,3 @@ class ChangedRuns:
 
 def _lies_at(parameter: Tensor, view: Tensor) -> bool:
     return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
-
-
-@torch.no_grad()
-def _differs(run: Tensor, other: Tensor) -> Tensor:
-    return ~torch.isclose(run, other, rtol=0, atol=0, equal_nan=True).all()

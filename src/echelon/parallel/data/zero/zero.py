@@ -99,7 +99,6 @@ class Zero(Sharing, UnitOwner):
         self._problems: dict[Problem, Tensor] = {}
 
     def _make_units(self, units: Sequence[Unit], host: HostPlace | None) -> None:
-        """Move the parameters of each unit into flat memory."""
         separate = self.parameter_set.separate_shards
         self._units = [
             flatten(unit, self._shard_group, separate, self._gathers, host, self) for unit in units
@@ -195,9 +194,6 @@ class Zero(Sharing, UnitOwner):
 
     def problems(self) -> dict[Problem, Tensor]:
         return self._problems
-
-    def norm_share(self) -> list[Tensor]:
-        return self._norm_share(self.local_parameters())
 
     def _norm_share(self, local: Sequence[LocalParameter]) -> list[Tensor]:
         # The ranks that hold the same part have the same gradients: each takes a piece of every one.

@@ -118,7 +118,6 @@ class MemoryFolder:
         return held
 
     def write_manifest(self, entry: Entry, data: bytes) -> None:
-        """Make the file of an entry whole."""
         path = self.manifest(entry)
         try:
             write_small(path, data)
@@ -163,7 +162,6 @@ def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
 
 
 def forget_all(folder: MemoryFolder) -> None:
-    """Make every file count as not whole."""
     for entry in folder.entries():
         folder.forget(entry)
 
@@ -234,8 +232,7 @@ def _used(folder: Path) -> int:
 
 
 def _describe_process(pid: int) -> str:
-    """Return a text that no other process has. Where processes are counted comes first: each container may
-    have a process 7."""
+    """Return a text that no other process has: each container may have a process 7."""
     return f"{_namespace()} {pid} {_began(pid)}"
 
 

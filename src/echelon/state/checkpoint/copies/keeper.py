@@ -163,7 +163,6 @@ class MemoryCopies:
         self._folder.write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
 
     def _room(self, slot: int, rank: int, size: int) -> Tensor:
-        """Return the memory of a file."""
         path = self._folder.file(slot, rank)
         if path not in self._files or self._files[path].size != size:
             self._files.pop(path, None)
@@ -223,7 +222,6 @@ class MemoryCopies:
                 self._folder.forget(entry)
 
     def steps(self) -> list[int]:
-        """List the steps with a file of every rank, newest first."""
         return [step_of(name) for name in whole_generations(self._gather(self._folder.held()))]
 
     def _open(self, generation: str, missing: Sequence[Sending]) -> "_Attempt":
@@ -285,7 +283,6 @@ class MemoryCopies:
         return bool(errors)
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the plain data of every rank, in rank order."""
         return gather_values(value, self._group, self._device)
 
 

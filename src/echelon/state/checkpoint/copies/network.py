@@ -81,8 +81,7 @@ def num_files(host: str, hosts: Sequence[str], keepers: Sequence[int | None]) ->
 
 
 def send(copy: RankCopy | None, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to send a copy, or the word that there is none. The memory must stay as it is until each work has
-    been waited for."""
+    """Begin to send a copy, or the word that there is none. Its memory must stay until each work is done."""
     if copy is None:
         parts = [torch.zeros(2, dtype=torch.int64)]
     else:

@@ -46,7 +46,6 @@ def own_numbers(owned: Iterable[OwnedSlice]) -> dict[str, Number]:
 
 
 def fill(memory: Tensor, layout: FileLayout, owned: Sequence[OwnedSlice]) -> None:
-    """Copy what a rank owns to its places in the file."""
     held = {each.slice: each.tensor for each in owned}
     FileImage(layout, lambda box: held[box]).fill(0, memory)
 
@@ -60,7 +59,6 @@ def describe_file(
 
 
 def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifest:
-    """Add the hash of the filled memory to the manifest."""
     hashed = FileHash()
     hashed.update(memory.numpy().data)
     return replace(manifest, files={layout.name: FileRecord(layout.size, hashed.hexdigest())})

@@ -21,15 +21,12 @@ from echelon.state.checkpoint.copies import rank_file
 from echelon.state.checkpoint.copies.folder import Entry, MemoryFolder, step_of
 from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, OtherVersionError
-from echelon.state.checkpoint.manifest_reader import dtype_of
+from echelon.state.checkpoint.manifest_reader import DTYPE_NAMES
 from echelon.state.checkpoint.part_writer import FilledChunks, Sink
 from echelon.state.checkpoint.rank_save import SaveOptions, commit, write_files
 from echelon.state.checkpoint.saved import SavedState
-from echelon.state.checkpoint.storage_errors import (
-    RETRIES,
-    report_write_errors,
-)
-from echelon.state.checkpoint.target import Target, target_at
+from echelon.state.checkpoint.storage_errors import RETRIES, report_write_errors
+from echelon.state.checkpoint.target import target_at
 from echelon.state.ownership import Slice
 
 _CPU = torch.device("cpu")
@@ -61,7 +58,6 @@ class HostCopies:
 
     @property
     def plan(self) -> str:
-        """The plan of the ranks whose copies these are."""
         return self._about.plan
 
     @property
@@ -78,7 +74,6 @@ class HostCopies:
         then: Callable[[], None] | None = None,
         retries: int = RETRIES,
     ) -> None:
-        """Write a checkpoint."""
         assert (wait, copy_behind) == (True, False), "no step could go on meanwhile"
         assignment = self._assign()
         about = replace(self._about, extra=dict(extra or {}), tensors={}, numbers={}, files={})
@@ -86,7 +81,9 @@ class HostCopies:
         try:
             with report_write_errors(path):
                 target.begin()
-                files = self._write_files(target, assignment, retries)
+                files: dict[str, tuple[object, ...]] = {}
+                for saved, layouts in zip(self._states, assignment.layouts, strict=True):
+                    files |= write_files(target, layouts, partial(_write, saved), retries)
             report = {"numbers": self._about.numbers, "files": files}
             manifest = join_reports(about, assignment, [report], target.stored_name)
             commit(path, target, manifest, SaveOptions(then=then, retries=retries))
@@ -98,18 +95,10 @@ class HostCopies:
         written = share_out([_slices(rank, each.manifest) for rank, each in enumerate(self._states)])
         tensors = self._about.tensors
         layouts = [
-            lay_out(rank, [(box, dtype_of(tensors[box.name][box.part].dtype)) for box in boxes])
+            lay_out(rank, [(box, DTYPE_NAMES[tensors[box.name][box.part].dtype]) for box in boxes])
             for rank, boxes in enumerate(written)
         ]
         return Assignment("", layouts, [])
-
-    def _write_files(
-        self, target: Target, assignment: Assignment, retries: int
-    ) -> dict[str, tuple[object, ...]]:
-        files: dict[str, tuple[object, ...]] = {}
-        for saved, layouts in zip(self._states, assignment.layouts, strict=True):
-            files |= write_files(target, layouts, partial(_write, saved), retries)
-        return files
 
 
 def _generations(folder: MemoryFolder, after: int) -> list[list[Entry]]:
@@ -122,7 +111,6 @@ def _generations(folder: MemoryFolder, after: int) -> list[list[Entry]]:
 
 
 def _slices(rank: int, manifest: Manifest) -> list[RankSlice]:
-    """List the slices in the file of a rank."""
     return [
         RankSlice(Slice(name, part, record.shape, piece.offsets, piece.sizes), record.dtype, rank)
         for name, parts in manifest.tensors.items()
@@ -133,7 +121,7 @@ def _slices(rank: int, manifest: Manifest) -> list[RankSlice]:
 
 def _write(saved: SavedState, layout: FileLayout, sink: Sink) -> FileRecord:
     def read(box: Slice) -> Tensor:
-        out = torch.empty(box.sizes, dtype=dtype_of(saved.manifest.tensors[box.name][box.part].dtype))
+        out = torch.empty(box.sizes, dtype=DTYPE_NAMES[saved.manifest.tensors[box.name][box.part].dtype])
         saved.read(box, out)
         return out
 

@@ -3,7 +3,7 @@ import json
 
 from rich.console import Console
 
-from echelon.cli.doctor.report import Finding, Report, Section, render, section
+from echelon.cli.doctor import Finding, Report, Section, render, section
 
 
 def fail() -> list[Finding]:
