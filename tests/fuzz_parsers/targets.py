@@ -21,8 +21,9 @@ from echelon.program import load_schedule, show, simulate
 from echelon.state.checkpoint.manifest import MANIFEST, to_bytes
 from echelon.state.checkpoint.saved import SavedParameter, SavedState
 from echelon.state.weight_files.weight_folder import INDEX, WEIGHTS
-from echelon.train.jobs.job import Job, as_plain, check
+from echelon.train.jobs.job import Job, as_plain
 from echelon.train.jobs.job_file import read_job
+from echelon.train.jobs.job_rules import check
 from echelon.train.runs.resume import resume
 from tests.fuzz_parsers import grammar
 from tests.fuzz_parsers.mutate import change_bytes, change_value, to_json

@@ -1,8 +1,12 @@
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from echelon.errors import UserError
 from echelon.models import ExpertsConfig, ModelConfig, build
+from echelon.models.experts_config import value_errors
 from echelon.nn.experts import HierarchicalGate, SigmoidGate, gates_of
 from tests.models.conftest import MIXTURES
 
@@ -76,3 +80,30 @@ def test_fields_reach_the_gate():
     assert isinstance(first, HierarchicalGate)
     assert (first.groups, first.top_groups, first.top_experts, first.load) == (4, 2, 2, 0.1)
     assert [gate.capacity for gate in gates_of(build(MIXTURES["gshard"]))] == [1.5, 1.5]
+
+
+VALUES = {
+    "count": [1, 2**62],
+    "count or 0": [0, 1],
+    "number": [1, 1e-9],
+    "weight": [0, 0.0, 2.5],
+    "fraction": [0, 0.999],
+    "flag": [True, False],
+}
+WRONG = {
+    "count": [0, -1, 1.0, True, None, "1"],
+    "count or 0": [-1, 0.0, False],
+    "number": [0, -1, math.inf, math.nan, True, "1"],
+    "weight": [-0.1, math.inf, math.nan, True, None],
+    "fraction": [1, 1.0, -0.1, math.nan, False],
+    "flag": [0, 1, None, "true"],
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_each_kind_has_its_borders(kind: str) -> None:
+    for value in VALUES[kind]:
+        assert value_errors(SimpleNamespace(a=value), kind, "a") == []
+    for value in WRONG[kind]:
+        (error,) = value_errors(SimpleNamespace(a=value, b=VALUES[kind][0]), kind, "a", "b")
+        assert error.startswith(f"a={value!r}: must be ")

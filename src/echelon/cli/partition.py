@@ -135,8 +135,6 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
     )
 
 
-# What the command says while it computes for long.
-
 _FIRST_REPORT, _WORTH_SAYING = 1.0, 5.0  # seconds
 
 

@@ -243,13 +243,11 @@ def _exact(text: str) -> Fraction | int:
     return int(value) if value.denominator == 1 else value
 
 
-# Where `echelon schedule --out` may write: known before a schedule is simulated or measured.
-
 _SUFFIXES = (".svg", ".png", ".txt")
 
 
 def out_errors(out: Path) -> list[str]:
-    """List why a picture or a program cannot be written to this file."""
+    """List why a picture or a program cannot be written to this file; before a schedule is simulated."""
     errors = []
     if out.suffix not in _SUFFIXES:
         errors.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")

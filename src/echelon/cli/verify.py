@@ -73,8 +73,8 @@ def verify(
 
 def _read(job: Path | None, settings: list[str] | None, plan: str | None, errors: list[str]) -> "Job":
     """Read and check the job. Its errors are listed together with those of the options."""
-    from echelon.train.jobs.job import check
     from echelon.train.jobs.job_file import read_job
+    from echelon.train.jobs.job_rules import check
 
     try:
         parsed = read_job(job, settings or (), plan)

@@ -95,8 +95,7 @@ class Group(ABC):
         return True
 
     def moment(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:  # noqa: ARG002
-        """Return a context: what is received inside it waits for what was issued on `device` before now, and
-        not for what is issued from now on."""
+        """Return a context: what is received inside waits for what `device` was given before now, no more."""
         return nullcontext
 
     def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002

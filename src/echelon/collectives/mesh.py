@@ -40,8 +40,7 @@ class Edge(NamedTuple):
 
     NCCL runs all unbatched operations of one communicator in one order, over all peers: a receive that waits
     for rank r−1 would hold up the send to rank r+1, on which rank r−1 may be waiting. So there each edge has
-    a communicator of two ranks. Gloo and shared memory keep pairs of ranks apart by themselves: one group
-    serves all edges.
+    a communicator of two ranks. Gloo and shared memory keep pairs apart: one group serves all edges.
     """
 
     group: Group
@@ -221,8 +220,7 @@ class Mesh:
     def close(self, *, failed: bool = False) -> None:
         """Close all groups of this mesh, any number of times, also when peers are gone (`failed`).
 
-        Without this, the threads, sockets and shared memory of a mesh stay until the process ends, because
-        torch keeps every process group in a global table.
+        Without this, its threads, sockets and shared memory stay: torch keeps process groups in a table.
         """
         with ExitStack() as stack:  # closes the others even if one raises
             if self._boundary is not None:

@@ -35,8 +35,7 @@ def ring_all_reduce(group: Group, tensor: Tensor, op: Reduction = "sum") -> None
 
 
 def _pass_on(group: Group, outgoing: Tensor, incoming: Tensor) -> None:
-    """Odd ranks receive first: over NCCL, where a rank's messages run one after the other, all ranks would
-    otherwise wait for a sender forever."""
+    """Odd ranks receive first: where messages run one after the other (NCCL), all would wait forever."""
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     if group.rank % 2:
         handles = (group.recv(incoming, left, wait=False), group.send(outgoing, right, wait=False))

@@ -19,6 +19,7 @@ import torch
 
 from echelon.data.corpus import Corpus
 from echelon.errors import did_you_mean, raise_errors
+from echelon.nn.hashing import ROUNDS
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -49,17 +50,12 @@ def shuffle(places: Places, n: int, seed: int, epoch: int) -> Places:
 def _feistel(places: Places, side: int, keys: npt.NDArray[np.uint64]) -> Places:
     left, right = np.divmod(places, side)
     for key in keys:
-        left, right = right, (left + _hash(right, key, side)) % side
+        # Each digit is hashed to a number below `side`: the steps of splitmix64, which wrap at 64 bits.
+        z = right.astype(np.uint64) ^ key
+        for shift, factor in ROUNDS:
+            z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+        left, right = right, (left + (z % np.uint64(side)).astype(np.int64)) % side
     return left * side + right
-
-
-def _hash(digits: Places, key: np.uint64, side: int) -> Places:
-    """Hash each digit to a number below `side`: the steps of splitmix64, which wrap around at 64 bits."""
-    z = digits.astype(np.uint64) ^ key
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return (z % np.uint64(side)).astype(np.int64)
 
 
 @dataclass(frozen=True)

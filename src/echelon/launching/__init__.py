@@ -5,10 +5,10 @@ Importing this package does not import torch.
 """
 
 from echelon.launching.channel import is_launched_rank, send_message
-from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
 from echelon.launching.ranks import Ranks, launch
 from echelon.launching.torchrun import RemoteResult, join
+from echelon.launching.watch.failure import PeerLost, RankFailed, RankHung
 from echelon.launching.watch.pulse import (
     at_instruction,
     beat,

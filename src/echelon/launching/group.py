@@ -180,8 +180,6 @@ def this_world() -> dist.ProcessGroup:
     return world
 
 
-# What this process knows of its host and its GPUs, for `placement.py`.
-
 # Of torchrun, SLURM, Open MPI, MPICH and Intel MPI, and PALS, in this order.
 _LOCAL_RANK_NAMES = (
     "LOCAL_RANK",

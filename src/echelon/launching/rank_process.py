@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection, wait
 
 from echelon.errors import UserError
 from echelon.launching import worker
-from echelon.launching.channel import STOP, Answer, Message
-from echelon.launching.output import RankOutput, streams_without_file
+from echelon.launching.channel import STOP, Answer, Message, RankOutput, streams_without_file
 from echelon.launching.packing import hidden_main_file, unpack
 from echelon.launching.preloading import fork_server_context
 from echelon.launching.watch import failure

@@ -22,7 +22,6 @@ from typing import Any, Self, TypeVar
 from echelon.errors import UserError, raise_errors
 from echelon.launching import torchrun
 from echelon.launching.channel import Answer, Message, is_launched_rank, pack_call
-from echelon.launching.errors import RankFailed, RankHung
 from echelon.launching.preloading import fork_server_context
 from echelon.launching.rank_process import (
     RankProcess,
@@ -40,7 +39,7 @@ from echelon.launching.settings import (
     variables_of,
 )
 from echelon.launching.watch import hang
-from echelon.launching.watch.failure import Failure, root_cause
+from echelon.launching.watch.failure import Failure, RankFailed, RankHung, root_cause
 from echelon.launching.watch.pulse import Board
 from echelon.launching.worker import RankConfig
 

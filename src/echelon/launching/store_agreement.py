@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from echelon.errors import DamagedError, UserError
-from echelon.launching.errors import PeerLost
+from echelon.launching.watch.failure import PeerLost
 
 _READ_SECONDS = 10.0
 _POLL_SECONDS = 0.1  # how long a rank reads a file again and again,

@@ -127,9 +127,6 @@ def _leave() -> None:
         group.leave()
 
 
-# What a rank has in place of a result that was not sent to it.
-
-
 @final
 class RemoteResult:
     """Takes the place of another rank's result. It has its `rank`, and can be printed and copied.

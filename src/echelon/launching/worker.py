@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from echelon.launching.channel import STOP, Answer, Channel, open_channel
-from echelon.launching.output import redirect_output
+from echelon.launching.channel import STOP, Answer, Channel, open_channel, redirect_output
 from echelon.launching.packing import pack, unpack
 from echelon.launching.watch import failure, pulse
 

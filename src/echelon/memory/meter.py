@@ -46,8 +46,7 @@ class Memory(NamedTuple):
 
 
 class Meter(StepObserver):
-    """Watches one rank's model; `storages` tells what holds each category but activations, and `host` what is
-    held in the memory of the host."""
+    """Watches one rank's model; `storages` hold each category but activations, `host` is in host memory."""
 
     def __init__(
         self,

@@ -214,8 +214,6 @@ def reset_parameters(layer: nn.Module) -> None:
             reset()
 
 
-# The feed-forward part of a block as its config says: dense, or a mixture of experts.
-
 Dense = Callable[[ModelConfig, int], nn.Module]  # of a hidden width
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
-from echelon.models.experts_config import ExpertsConfig
-from echelon.models.value_checks import value_errors
+from echelon.models.experts_config import ExpertsConfig, value_errors
 
 Family = Literal["gpt", "llama"]
 
@@ -136,6 +135,11 @@ class ModelConfig:
         return self.experts is not None and layer >= self.experts.first_dense
 
     def _count(self, num_experts: int) -> int:
+        matrices = (2 if self.family == "gpt" else 3) * self.width  # of a feed-forward part, per hidden unit
+
+        def feed_forward(hidden: int) -> int:
+            return matrices * hidden + (hidden + self.width if self.bias else 0)
+
         positions = self.sequence * self.width if self.family == "gpt" else 0
         projection = 0 if self.tied else self.vocab * self.width
         embedding = self.vocab * self.width + positions
@@ -147,19 +151,9 @@ class ModelConfig:
         sparse = max(0, self.layers - self.experts.first_dense) if self.experts else 0
         if (experts := self.experts) is not None:  # which have no biases
             gate = (experts.num_gate_rows + experts.shared_gate) * self.width
-            routed = num_experts * _num_matrices(self) * self.width * experts.hidden
-            shared = _num_mlp_parameters(self, experts.shared) if experts.shared else 0
-            count += sparse * (gate + routed + shared)
-        return count + (self.layers - sparse) * _num_mlp_parameters(self, self.ffn_width)
-
-
-def _num_mlp_parameters(config: ModelConfig, ffn: int) -> int:
-    biases = ffn + config.width if config.bias else 0
-    return _num_matrices(config) * config.width * ffn + biases
-
-
-def _num_matrices(config: ModelConfig) -> int:
-    return 2 if config.family == "gpt" else 3
+            shared = feed_forward(experts.shared) if experts.shared else 0
+            count += sparse * (gate + num_experts * matrices * experts.hidden + shared)
+        return count + (self.layers - sparse) * feed_forward(self.ffn_width)
 
 
 def _fit_errors(config: ModelConfig) -> list[str]:

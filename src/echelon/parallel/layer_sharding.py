@@ -132,8 +132,7 @@ class LayerSharding:
 
     @contextmanager
     def using(self, loss: Loss | None, *, whole_logits: bool = False) -> Iterator[None]:
-        """Inside, passes compute this loss, if there is one, in place of the engine's own. `whole_logits`:
-        other functions look at the output too."""
+        """Inside, passes compute this loss, if any. `whole_logits`: others look at the output too."""
         if loss is None and not (whole_logits and self.has_split_logits):
             yield
             return

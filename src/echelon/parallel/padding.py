@@ -61,8 +61,7 @@ def true_pair(
 ) -> tuple[Any, Any]:
     """An output of `num_positions` positions and targets of the true ones, as a loss takes them.
 
-    A loss that `ignores` targets is given all of the output, which is large, with targets to ignore; any
-    other loss an output that is cut.
+    A loss that `ignores` targets gets the whole (large) output with such targets; any other a cut output.
     """
     _check_positions(output, num_true, num_positions)
     if ignores and isinstance(targets, Tensor) and targets.shape[1:] == (num_true,):

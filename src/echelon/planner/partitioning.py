@@ -173,9 +173,6 @@ def _refuse(problem: Problem) -> None:
     )
 
 
-# The time and memory of each stage of a split; the levels of a cluster become one list of stages.
-
-
 def assess(problem: Problem, profile: Profile, pieces: tuple[Piece, ...]) -> tuple[Stage, ...]:
     """The stages of a split in the order of the pipeline, over all levels."""
     drafts = _Assessor(problem, profile).unit(len(problem.levels) - 1, pieces, (0,), 0.0)

@@ -38,9 +38,6 @@ class Parsed:
     words: Mapping[int, Sequence[tuple[str, bool]]]
 
 
-# --- printing -----------------------------------------------------------------------------------------
-
-
 def show(program: Program) -> str:
     """The whole program, one line per rank."""
     lines = [f"schedule: {program.name}"]
@@ -83,9 +80,6 @@ def _default_placement(ranks: int) -> tuple[tuple[int, ...], ...]:
 def _implied_microbatches(ranks: Sequence[Sequence[Instruction]]) -> int:
     numbers = [microbatch for work in ranks for _, _, microbatch, _, _ in work if microbatch is not None]
     return 1 + max(numbers, default=-1)
-
-
-# --- parsing ------------------------------------------------------------------------------------------
 
 
 def parse(text: str, name: str = "schedule") -> Parsed:

@@ -40,8 +40,7 @@ def parse_json(
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause garbage collection while many objects are made, none of which is garbage: it would visit all of
-    them again and again, for twice the time that they take."""
+    """Pause garbage collection while many objects are made, none of it garbage: it would double the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

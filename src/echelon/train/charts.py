@@ -150,9 +150,6 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(usable) / len(usable) if usable else None
 
 
-# --- points -------------------------------------------------------------------------------------------
-
-
 def _is_usable(value: float) -> bool:
     # False for NaN and infinity, and for sizes whose differences would be infinite.
     return abs(value) < 1e300
@@ -193,9 +190,6 @@ def _runs(points: list[Point | None]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-# --- axes ---------------------------------------------------------------------------------------------
-
-
 def _axis(values: list[float], start: float, end: float, ticks: int) -> Axis:
     """An axis over just the values, with about `ticks` ticks."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -204,9 +198,6 @@ def _axis(values: list[float], start: float, end: float, ticks: int) -> Axis:
         room = size / 2 if size >= 1e-290 else 1.0
         low, high = low - room, high + room
     return Axis(low, high, nice_step((high - low) / max(1, ticks)), start, end)
-
-
-# --- SVG ----------------------------------------------------------------------------------------------
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:

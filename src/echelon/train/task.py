@@ -8,7 +8,7 @@ layout; `at(step, part=(i, n))` gives the rows of replica i of n.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -40,12 +40,10 @@ from echelon.models import (
 )
 from echelon.nn.losses import IGNORED_TARGET
 from echelon.plan import Plan
-
-if TYPE_CHECKING:
-    from echelon.train.jobs.job import Job
+from echelon.train.jobs.job import Job
 
 
-def make_batches(job: "Job", corpus: Corpus) -> tuple[Batches, Batches | None]:
+def make_batches(job: Job, corpus: Corpus) -> tuple[Batches, Batches | None]:
     """The batches to train on, and those to validate on.
 
     A validation split that is shorter than one training batch makes one smaller batch. With less than a
@@ -72,7 +70,7 @@ class LanguageTask:
     measure: Measure | None = None  # of a validation beside the loss: right answers, as (total, count)
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
 
-    def __init__(self, job: "Job") -> None:
+    def __init__(self, job: Job) -> None:
         self.config = job.model.config()
         self._corpus = open_corpus(job.data.text_source, vocab=self.config.vocab, dtype=job.data.dtype)
         self.training, self.validation = make_batches(job, self._corpus)
@@ -110,7 +108,7 @@ class ImageTask:
     unit = "images"
     loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
 
-    def __init__(self, job: "Job") -> None:
+    def __init__(self, job: Job) -> None:
         data = open_data(job)
         self.config = job.model.image_config(data.class_names)
         size, augment = self.config.image_size, job.data.augment is not False
@@ -151,7 +149,7 @@ class ImageTask:
         return "\n".join(["what an image shows: what the model says", *lines])
 
 
-def open_data(job: "Job") -> ImageData:
+def open_data(job: Job) -> ImageData:
     """The images of a job. Where it starts from weights, labels count classes as these do."""
     config = job.model.image_config()
     return open_images(
@@ -166,7 +164,7 @@ Task = LanguageTask | ImageTask
 TASKS: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
 
 
-def config_of(job: "Job") -> ModelConfig | ImageConfig:
+def config_of(job: Job) -> ModelConfig | ImageConfig:
     """The sizes of a job's model; of images, the classes are those of the data."""
     if job.task not in TASKS:
         raise UserError(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}")
@@ -175,6 +173,6 @@ def config_of(job: "Job") -> ModelConfig | ImageConfig:
     )
 
 
-def open_task(job: "Job") -> Task:
+def open_task(job: Job) -> Task:
     """The task of a job: its data are opened, its model is not built yet."""
     return TASKS[job.task](job)

@@ -16,7 +16,8 @@ from echelon.launching.torchrun import is_under_torchrun
 from echelon.launching.watch.watchdog import when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
-from echelon.train.jobs.job import Job, as_plain, check
+from echelon.train.jobs.job import Job, as_plain
+from echelon.train.jobs.job_rules import check
 from echelon.train.loop import train_rank
 from echelon.train.run import Run, Show, open_run
 from echelon.train.runs.memory_copies import loss_warning, memory_of_rank

@@ -31,9 +31,8 @@ def choose(condition: Flag, one: Number, other: Number) -> Number:
 class Scaling(NamedTuple):
     """`factor` of the gradients; `norm` of the mean's, before clipping.
 
-    `refused`: there are no samples, or there is a problem. `overflows`: gradients are not finite, though
-    losses are scaled. `left_out`: the step is not finite, and such steps are left out. In all three cases no
-    weight changes.
+    No weight changes if it is `refused` (no samples, or a problem), `overflows` (gradients are not finite,
+    and losses are scaled), or is `left_out` (not finite, where the plan leaves such steps out).
     """
 
     factor: Number

@@ -68,9 +68,7 @@ class Verdict:
     def equal(self) -> bool:
         return self.worst[1] <= self.tolerance  # false for NaN too
 
-    @property
-    def holds(self) -> bool:
-        return self.equal
+    holds = equal
 
     @property
     def num_compared(self) -> int:

@@ -1,14 +1,16 @@
 import itertools
+import pickle
 import signal
 
 import pytest
 import torch.distributed as dist
 
 from echelon.errors import UserError
-from echelon.launching.errors import PeerLost
+from echelon.launching import RankFailed, RankHung
 from echelon.launching.watch.failure import (
     Failure,
     Kind,
+    PeerLost,
     from_exception,
     from_exit_code,
     is_peer_error,
@@ -106,3 +108,16 @@ def _raised_from(kind: type[Exception]) -> Exception:
         raise RuntimeError from kind("[enforce fail] No space left on device")
     except RuntimeError as error:
         return error
+
+
+@pytest.mark.parametrize("kind", [RankFailed, RankHung])
+def test_the_text_names_rank_reason_others_and_traceback(kind: type[RankFailed]) -> None:
+    error = kind(2, "raised ValueError: no", "Traceback …\nValueError: no\n", ["rank 0 was ended"])
+    assert str(error) == "rank 2 raised ValueError: no\n  rank 0 was ended\n\nTraceback …\nValueError: no"
+
+
+def test_it_survives_pickle() -> None:
+    error = RankHung(1, "hangs", "stacks", ["rank 0 waits"])
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is RankHung
+    assert (copy.rank, copy.reason, copy.traceback, copy.others) == (1, "hangs", "stacks", ("rank 0 waits",))

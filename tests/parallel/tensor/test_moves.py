@@ -13,13 +13,11 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.parallel.tensor import moves
 from echelon.parallel.tensor.moves import (
+    GroupMoves,
     RecordedMoves,
-    gathered,
     number_of,
     start_sum,
     start_sum_of_part,
-    summed,
-    summed_part,
 )
 from echelon.plan import Plan
 
@@ -35,11 +33,12 @@ def moved(dim: int) -> tuple[Tensor, Tensor, Tensor, bool]:
     """What this rank gathers, sums, and keeps of the sum along `dim`; whether a sum is in place."""
     group = Mesh.join(Plan(tensor=RANKS)).group("tensor")
     x = tensor_of(group.rank)
-    part = summed_part(x, group, dim)
-    whole = gathered(x, group, dim)
-    total = summed(x, group)
+    here = GroupMoves(group)
+    part = here.summed_part(x, dim)
+    whole = here.gathered(x, dim)
+    total = here.summed(x)
     turned = tensor_of(group.rank).transpose(0, 1)
-    assert torch.equal(summed(turned, group), total.transpose(0, 1))  # not contiguous: in new memory
+    assert torch.equal(here.summed(turned), total.transpose(0, 1))  # not contiguous: in new memory
     return whole, total, part, total is x
 
 
@@ -71,7 +70,7 @@ def test_a_sum_can_be_started_and_waited_for() -> None:
 
 def test_a_sequence_that_ranks_cannot_share_equally_is_refused() -> None:
     with pytest.raises(UserError, match="a sequence of 5 is not divisible by 2; use sequences of a multiple"):
-        summed_part(torch.ones(2, 5), RecordingGroup("tensor", 0, 2), 1)
+        GroupMoves(RecordingGroup("tensor", 0, 2)).summed_part(torch.ones(2, 5), 1)
 
 
 # The operators of compiled layers: what torch asks of them, and groups that are gone.

@@ -6,7 +6,8 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.models import build, save_hf
-from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob, as_plain, check
+from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob, as_plain
+from echelon.train.jobs.job_rules import check
 
 
 def errors_of(job: Job) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from echelon.errors import UserError
-from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob, check
-from echelon.train.jobs.job_rules import job_errors
+from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob
+from echelon.train.jobs.job_rules import check, job_errors
 
 
 def errors_of(job: Job) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from PIL import Image
 
 from echelon.cli import main
 from echelon.errors import UserError
-from echelon.train.jobs.job import DataJob, Job, ModelJob, check
+from echelon.train.jobs.job import DataJob, Job, ModelJob
+from echelon.train.jobs.job_rules import check
 from tests.data.image_files import save_colour, two_classes
 
 JOB = Job(task="images", model=ModelJob(preset="nin-tiny"), batch=4)

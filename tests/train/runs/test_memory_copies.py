@@ -14,7 +14,8 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.train.events import FROM_DISK, Event, Noted, Restarting, Started
-from echelon.train.jobs.job import Job, OptimizerJob, check
+from echelon.train.jobs.job import Job, OptimizerJob
+from echelon.train.jobs.job_rules import check
 from echelon.train.runs import supervisor
 from echelon.train.runs.memory_copies import loss_warning, memory_of_run
 from echelon.train.runs.preempted import Preempted

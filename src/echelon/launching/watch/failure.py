@@ -1,4 +1,4 @@
-"""The failure of a rank, and the root cause among several failures.
+"""The failure of a rank, the root cause among several failures, and the errors of a launch that loses a rank.
 
 When one rank is lost, the others soon fail too, in their collectives, and their messages may arrive
 first. So failures are ordered by kind first, and then by time.
@@ -13,12 +13,35 @@ import sys
 import tempfile
 import time
 import traceback as tracebacks
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
-from echelon.launching.errors import PeerLost
 from echelon.launching.packing import pack, unpack
+
+
+class PeerLost(RuntimeError):  # noqa: N818 (says what happened)
+    """A rank cannot continue because another rank is gone or failed: a consequence, never the root cause."""
+
+
+class RankFailed(RuntimeError):  # noqa: N818 (says what happened)
+    """One rank ended the run. `rank` is the root cause; `others` has a line about each other rank."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "", others: Sequence[str] = ()) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        self.others = tuple(others)
+        stack = ["", traceback.rstrip()] if traceback else []
+        super().__init__("\n".join([f"rank {rank} {reason}", *(f"  {line}" for line in others), *stack]))
+
+    def __reduce__(self) -> tuple[type["RankFailed"], tuple[int, str, str, tuple[str, ...]]]:
+        return type(self), (self.rank, self.reason, self.traceback, self.others)
+
+
+class RankHung(RankFailed):
+    """No rank gave a sign of life within the deadline. `traceback` holds the stacks of every rank."""
+
 
 # In a RuntimeError of gloo, or of the sockets below it, these words mean that the other side is gone.
 _PEER_WORDS = (

@@ -116,8 +116,7 @@ class ActivationOffload(StepObserver):
             of_slot.pause_backward()
 
     def check_first_step(self) -> None:
-        """Before the first update, all ranks refuse what does not fit into the memory of one's host. Later,
-        what does not fit stays on the device."""
+        """Before the first update, refuse what does not fit a host. Later it stays on the device."""
         if self.pool.refusal is not None:
             raise UserError(
                 f"{self._owner} do not fit into the memory of its host: {self.pool.refusal}; use smaller or "

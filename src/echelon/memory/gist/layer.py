@@ -252,8 +252,7 @@ class CompressedCalls(TorchFunctionMode):
 
 
 def compress_layers(stages: Sequence[Stage], mesh: Mesh, wrapping: Wrapping, observers: Observers) -> None:
-    """If the plan says so, let the layers that the stages list encode what they save; a model that lists
-    none, as a whole. Rank 0 says if there was nothing to encode."""
+    """Let the layers of stages (or the whole model) encode what they save; rank 0 says if that is none."""
     _unwrap_earlier([stage.module for stage in stages])
     if mesh.plan.compress == "none":
         return

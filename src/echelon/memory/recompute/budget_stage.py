@@ -200,8 +200,7 @@ class BudgetedStage(LayerRuns):
 
 
 def _outside_bytes(saved: SavedBytes, elsewhere: Sequence[Mapping[int, LayerInput]]) -> int:
-    """Return the bytes that code around the layers saves, or passes to them: the same memory counts once, and
-    every copy that is kept of an input."""
+    """Return the bytes that code around the layers saves or passes to them, each memory once, with copies."""
     inputs = [item for each in elsewhere for item in each.items()]
     alive = saved.storages | {key: each.kept_bytes for key, each in inputs if each.keeps_memory}
     return sum(alive.values()) + sum(each.kept_bytes for _, each in inputs if not each.keeps_memory)

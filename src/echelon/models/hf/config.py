@@ -177,8 +177,6 @@ def _checked(kind: Callable[..., T], values: Mapping[str, Any], errors: list[str
         return None
 
 
-# The experts of a config.json <-> `ExpertsConfig`.
-
 # transformers 4 writes the first of a Qwen3-MoE, transformers 5 the second.
 _OTHER_KEYS = {"num_experts": "num_local_experts"}
 

@@ -70,8 +70,7 @@ def count_before(limit: int, length_here: int, rank: int, ranks: int) -> int:
 def block_of(rank: int, source: int, length: int) -> Block:
     """Return which of the `length` positions of `rank` attend to which of `source`: see the grid above.
 
-    The two chunks of one rank are a sequence in order. The chunks of a higher rank lie between the two of a
-    lower one.
+    A rank's two chunks are in order, and those of a higher rank lie between the two of a lower one.
     """
     first, second, both = slice(0, length // 2), slice(length // 2, length), slice(0, length)
     if source == rank:

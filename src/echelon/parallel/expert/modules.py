@@ -28,8 +28,7 @@ SUBJECT = "experts"
 class RowExchange:
     """An all-to-all of rows, and of their gradients in reverse.
 
-    `sent` and `received`: how many rows go to, and come from, each rank of `group`. Between `start` and
-    `wait` other work can run, in both passes.
+    `sent`, `received`: the rows to and from each rank of `group`. Work can run between `start` and `wait`.
     """
 
     def __init__(self, group: Group, sent: Sequence[int], received: Sequence[int]) -> None:
@@ -191,8 +190,7 @@ class SpreadExperts(Wrapper):
 
 
 class _Unused(torch.autograd.Function):
-    """No token came for any expert of this rank. Their gradient is zero, as it is of one expert among others
-    that are used; without one, an optimizer would leave them out."""
+    """No token came for this rank's experts. Their gradient is zero: without, optimizers leave them out."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, form: Tensor, *parameters: nn.Parameter) -> Tensor:

@@ -6,27 +6,15 @@ torch.compile records (`run_in_graph`).
 
 import weakref
 from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from echelon.collectives import Group
-from echelon.parallel.tensor.moves import RecordedMoves, check_divisible, number_of
+from echelon.parallel.tensor.moves import Moves, RecordedMoves, check_divisible, number_of
 
 Way = Literal["enter", "leave", "total", "join_logits"]  # the methods of `Entries` that graphs record
-
-
-class Moves(Protocol):
-    """Gathers parts and sums over the ranks of a group. `in_place`: a sum may overwrite its input."""
-
-    ranks: int
-    rank: int
-    in_place: bool
-
-    def gathered(self, x: Tensor, dim: int) -> Tensor: ...
-    def summed(self, x: Tensor) -> Tensor: ...
-    def summed_part(self, x: Tensor, dim: int) -> Tensor: ...
 
 
 @final
@@ -188,11 +176,7 @@ class _Part(_AlongDim):
         return None if gradient is None else _call(_Join, gradient, ctx.moves, ctx.dim), None, None
 
 
-class _Join(_AlongDim):
-    @staticmethod
-    def forward(x: Tensor, moves: Moves, dim: int) -> Tensor:
-        return moves.gathered(x, dim)
-
+class _Join(_Gather):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:

@@ -38,8 +38,7 @@ def vocabulary_cross_entropy(
 
 
 def _without_padding(logits: Tensor, group: Group, vocabulary: int) -> Tensor:
-    """Logits of padding are −inf where they leave the head. A model may change them behind it, as Gemma's cap
-    does: then they are −inf again, in a copy."""
+    """Make logits of padding −inf again, in a copy, if the model changed them since (Gemma's cap)."""
     columns = logits.shape[-1]
     num_padded = min(columns, max(0, columns * (group.rank + 1) - vocabulary))
     if num_padded == 0 or is_masked(logits):

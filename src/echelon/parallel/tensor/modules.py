@@ -95,8 +95,7 @@ class Column(SplitModule):
 class PartlyWhole(SplitModule):
     """A column of several matrices, of which every rank uses some whole: one key and value for all heads.
 
-    Every rank holds all of it, and computes with the rows for its heads and those of the whole matrices. It
-    has a part of the gradient.
+    Every rank holds all of it, computes with the rows that it needs, and has a part of the gradient.
     """
 
     def __init__(self, module: nn.Module, region: Region, style: Style, *, enters: bool = True) -> None:

@@ -17,9 +17,9 @@ _SUBJECT = "tensor parallelism"
 
 @final
 class GroupMoves:
-    """The moves of one group, done at once."""
+    """The moves of one group, done at once: it gathers parts and sums over its ranks."""
 
-    in_place = True
+    in_place = True  # a sum may overwrite its input
 
     def __init__(self, group: Group) -> None:
         self._group, self.ranks, self.rank = group, group.size, group.rank
@@ -28,26 +28,18 @@ class GroupMoves:
         return gathered(x, self._group, dim)
 
     def summed(self, x: Tensor) -> Tensor:
-        return summed(x, self._group)
+        """The sum over ranks, in the memory of `x` if that is contiguous."""
+        return start_sum(x, self._group, wait=True)[0]
 
     def summed_part(self, x: Tensor, dim: int) -> Tensor:
-        return summed_part(x, self._group, dim)
+        """This rank's part, along `dim`, of the sum over ranks."""
+        return start_sum_of_part(x, self._group, dim, wait=True)[0]
 
 
 @untraced
 def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     """The parts of all ranks, one after the other along `dim`."""
     return gather_rows(x, group, _SUBJECT).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part, along `dim`, of the sum over ranks."""
-    return start_sum_of_part(x, group, dim, wait=True)[0]
-
-
-def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in the memory of `x` if that is contiguous."""
-    return start_sum(x, group, wait=True)[0]
 
 
 def start_sum(x: Tensor, group: Group, *, wait: bool = False) -> tuple[Tensor, Handle]:
@@ -117,6 +109,9 @@ class RecordedMoves:
         return result
 
 
+Moves = GroupMoves | RecordedMoves
+
+
 @torch.library.custom_op("echelon::gather_parts", mutates_args=())
 def gather_parts(x: Tensor, group: Tensor, ranks: int, dim: int) -> Tensor:  # noqa: ARG001
     return gathered(x, _group(group), dim).contiguous()
@@ -125,12 +120,12 @@ def gather_parts(x: Tensor, group: Tensor, ranks: int, dim: int) -> Tensor:  # n
 @torch.library.custom_op("echelon::sum_over_ranks", mutates_args=())
 def sum_over_ranks(x: Tensor, group: Tensor) -> Tensor:
     """The sum over ranks, in new memory."""
-    return summed(x.clone(memory_format=torch.contiguous_format), _group(group))
+    return GroupMoves(_group(group)).summed(x.clone(memory_format=torch.contiguous_format))
 
 
 @torch.library.custom_op("echelon::sum_part_over_ranks", mutates_args=())
 def sum_part_over_ranks(x: Tensor, group: Tensor, ranks: int, dim: int) -> Tensor:  # noqa: ARG001
-    return summed_part(x, _group(group), dim).contiguous()
+    return GroupMoves(_group(group)).summed_part(x, dim).contiguous()
 
 
 @torch.library.custom_op("echelon::checked_tokens", mutates_args=())

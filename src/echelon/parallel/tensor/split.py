@@ -65,8 +65,7 @@ def split_over(
 ) -> Sharded:
     """Split `model` in place. All ranks start from the same weights.
 
-    `whole_sequence`: the modules that get the whole sequence although hidden states are split along the
-    `sequence`. `join_logits`: the loss takes all logits.
+    `whole_sequence`: modules that get all of a split `sequence`. `join_logits`: the loss takes all logits.
     """
     styles = Styles(model, table)
     style_of = _styles_by_module(model, styles)

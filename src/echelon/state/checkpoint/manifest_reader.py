@@ -149,8 +149,7 @@ class Reader:
 def check_pieces(
     reader: Reader, tensors: Sequence[PlacedTensor], file_bytes: dict[str, int], *, is_whole: bool = True
 ) -> None:
-    """Check that each tensor has every element once, that no two pieces lie at one place of a file, and that
-    no file is to hold more than its bytes."""
+    """Check that tensors have every element once, that pieces do not overlap, and that files hold them."""
     claimed: Counter[str] = Counter()
     places: set[tuple[str, str]] = set()
     budget = CornerBudget(sum(len(pieces) for _, _, _, pieces in tensors))

@@ -148,7 +148,7 @@ class Saver:
         return token, is_same
 
     def _take_snapshot(self, save: RankSave) -> Snapshot:
-        """Copy this rank's part. With a server no rank goes on before: its push would change weights."""
+        """Copy this rank's part. With a server, all wait for every copy: the next push changes weights."""
         taken: list[Snapshot] = []
 
         def take() -> None:

@@ -57,8 +57,7 @@ class SavedState:
 
     @classmethod
     def open(cls, path: str | Path) -> "SavedState":
-        """Read the manifest, and compare the sizes of files. Raises a UserError that names the file if
-        anything is wrong; `verify` compares hashes."""
+        """Read the manifest, and compare sizes, with `verify` hashes. Errors name the file."""
         files = files_at(path)
         saved = cls(files, *_read_manifest(files.file(MANIFEST, MOST_BYTES)))
         for name, record in saved.manifest.files.items():
@@ -66,8 +65,7 @@ class SavedState:
         return saved
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare the hashes and the headers of files with the manifest: of this rank's share, where several
-        verify a checkpoint together."""
+        """Compare the hashes and headers of files with the manifest; of several ranks, each has its share."""
         sizes = {name: record.bytes for name, record in self.manifest.files.items()}
         for name in share_files(sizes, ranks)[rank]:
             check_hash(self._file(name), self.manifest.files[name])
@@ -86,8 +84,7 @@ class SavedState:
         return {part: SavedTensor(each.shape, DTYPE_NAMES[each.dtype]) for part, each in records.items()}
 
     def value_part(self, name: str, dtype: torch.dtype) -> str:
-        """Return the part from which a weight of this type is read: its value, or where that is of another
-        type, the float32 master it was rounded from."""
+        """Return from which part a weight of this type is read: its value, or else the float32 master."""
         parts = self.parts(name)
         return MASTER if MASTER in parts and parts[VALUE].dtype != dtype else VALUE
 
@@ -139,8 +136,7 @@ def _read_manifest(path: Path) -> tuple[Manifest, str]:
 class SavedParameter:
     """A parameter in a checkpoint, for a rank that updates a part of it, or all.
 
-    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one. Without `state`, the
-    optimizer's is as if there were none.
+    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole. `state`: the optimizer's too.
     """
 
     def __init__(

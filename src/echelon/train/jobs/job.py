@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
-from echelon.errors import UserError, raise_errors
+from echelon.errors import UserError
 from echelon.models import (
     ExpertsConfig,
     ImageConfig,
@@ -20,7 +20,6 @@ from echelon.models import (
     read_image_config,
 )
 from echelon.plan import Plan
-from echelon.train.jobs.job_rules import job_errors
 from echelon.update.nonfinite import Nonfinite, why_unskippable
 from echelon.update.optim.learning_rate import Schedule, by_name
 
@@ -215,11 +214,6 @@ class Job(_Table):
         return by_name(
             optimizer.schedule, self.steps, self.warmup, decay=optimizer.decay, floor=optimizer.floor
         )
-
-
-def check(job: Job) -> None:
-    """Raise one UserError with every error that shows before a rank starts."""
-    raise_errors("the job", job_errors(job))
 
 
 def as_plain(job: Job) -> dict[str, Any]:

@@ -7,19 +7,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.engine.audit import MODES
 from echelon.engine.auto import ranks_here
 from echelon.engine.stage_split import split_stages
-from echelon.errors import UserError, did_you_mean
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
 from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import AUTO, Plan
+from echelon.train.jobs.job import Job, OptimizerJob
 from echelon.train.jobs.machine_fit import host_memory_errors, rank_error, ranks_on_this_host
 from echelon.train.jobs.task_rules import DATA_CHECKS, MODEL_CHECKS, Findings
 from echelon.train.runs.run_folder import place_error
@@ -27,9 +28,6 @@ from echelon.train.task import TASKS
 from echelon.update.nonfinite import why_unskippable
 from echelon.update.optim.learning_rate import schedule_errors
 from echelon.update.precision.loss_scaling import loss_scale_errors
-
-if TYPE_CHECKING:
-    from echelon.train.jobs.job import Job, OptimizerJob
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "sm3")
 
@@ -51,7 +49,12 @@ _LEAST = {
 _TOO_MANY = 2**63  # more than torch and numpy can count
 
 
-def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
+def check(job: Job) -> None:
+    """Raise one UserError with every error that shows before a rank starts."""
+    raise_errors("the job", job_errors(job))
+
+
+def job_errors(job: Job, unread: Iterable[str] = ()) -> list[str]:
     """Every error that shows before a rank starts.
 
     `unread` names keys ("steps", "model.layers") whose value could not be read, so that they have their
@@ -86,7 +89,7 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     return findings.errors
 
 
-def _check_counts(job: "Job", findings: Findings) -> None:
+def _check_counts(job: Job, findings: Findings) -> None:
     for name, least in _LEAST.items():
         value = getattr(job, name)
         if value is None or isinstance(value, str):  # keep='memory'
@@ -116,7 +119,7 @@ def _check_counts(job: "Job", findings: Findings) -> None:
         )
 
 
-def _check_names(job: "Job", findings: Findings) -> None:
+def _check_names(job: Job, findings: Findings) -> None:
     if job.task not in TASKS:
         findings.add(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}", "task")
     if job.audit not in MODES:
@@ -147,7 +150,7 @@ def _check_names(job: "Job", findings: Findings) -> None:
             findings.add(f"out={job.out}: {error}", "out")
 
 
-def _check_optimizer(optimizer: "OptimizerJob", findings: Findings) -> None:
+def _check_optimizer(optimizer: OptimizerJob, findings: Findings) -> None:
     if optimizer.name not in OPTIMIZERS:
         findings.add(f"optimizer.name={optimizer.name}: is unknown{did_you_mean(optimizer.name, OPTIMIZERS)}")
     if not 0 < optimizer.learning_rate < math.inf:
@@ -163,7 +166,7 @@ def _check_optimizer(optimizer: "OptimizerJob", findings: Findings) -> None:
         findings.add(f"optimizer.betas={list(optimizer.betas)}: each must be at least 0 and below 1")
 
 
-def _check_plan(job: "Job", findings: Findings) -> Plan | None:
+def _check_plan(job: Job, findings: Findings) -> Plan | None:
     """The plan, if it is one."""
     if not job.plan.strip():
         findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
@@ -183,7 +186,7 @@ def _check_plan(job: "Job", findings: Findings) -> Plan | None:
     return plan
 
 
-def _check_schedule(job: "Job", findings: Findings) -> None:
+def _check_schedule(job: Job, findings: Findings) -> None:
     optimizer = job.optimizer
     errors = schedule_errors(
         optimizer.schedule if findings.all_valid("optimizer.schedule") else None,
@@ -210,9 +213,6 @@ def work_error(plan: Plan) -> str | None:
         f"plan '{plan}': a step has {forwards:,} forwards (stages × chunks × microbatches), and at most "
         f"{MOST_WORK:,} can be scheduled; use fewer microbatches"
     )
-
-
-# Whether a plan can divide a job's model, before a rank starts: stages, heads, ties, a schedule file.
 
 
 def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
@@ -249,7 +249,7 @@ def _errors(divide: Callable[[], object]) -> list[str]:
 CHOICES = ("skip", "stop")
 
 
-def check_numbers(job: "Job", plan: Plan | None, findings: Findings) -> None:
+def check_numbers(job: Job, plan: Plan | None, findings: Findings) -> None:
     """`plan`: if it is valid."""
     if job.nonfinite not in (None, *CHOICES):
         findings.add(f"nonfinite={job.nonfinite!r}: must be one of {', '.join(CHOICES)}", "nonfinite")

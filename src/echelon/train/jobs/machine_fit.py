@@ -8,7 +8,7 @@ cannot run.
 import dataclasses
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,9 +27,7 @@ from echelon.models import (
 from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.quantities import show_bytes
-
-if TYPE_CHECKING:
-    from echelon.train.jobs.job import Job, OptimizerJob
+from echelon.train.jobs.job import Job, OptimizerJob
 
 RANKS_PER_CORE = 64  # more processes only fill the machine
 
@@ -95,7 +93,7 @@ class RankBytes(NamedTuple):
         return f"{show_bytes(self.total)} ({parts})"
 
 
-def num_states(optimizer: "OptimizerJob") -> int:
+def num_states(optimizer: OptimizerJob) -> int:
     """Return the number of state tensors that the optimizer keeps for each weight."""
     is_momentum = optimizer.name in ("sgd", "sm3")
     return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
@@ -128,7 +126,7 @@ def _even_bytes(parameters: float, plan: Plan, states: int, expert: int) -> Rank
     return RankBytes(held * size / parts[0], held * size / parts[1], held * state / parts[2])
 
 
-def host_memory_errors(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, ranks: int) -> list[str]:
+def host_memory_errors(job: Job, config: ModelConfig | ImageConfig, plan: Plan, ranks: int) -> list[str]:
     """An error if the ranks of this machine need more memory together than it has. GPUs have their own."""
     free = available_memory()
     if free is None or torch.cuda.device_count() >= ranks:
@@ -143,7 +141,7 @@ def host_memory_errors(job: "Job", config: ModelConfig | ImageConfig, plan: Plan
     ]
 
 
-def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: torch.device) -> None:
+def refuse_small_device(job: Job, config: ModelConfig | ImageConfig, device: torch.device) -> None:
     """Raise if this rank's part does not fit into its GPU; called in the rank, which has the device."""
     if device.type != "cuda":
         return
@@ -159,18 +157,18 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
         )
 
 
-def state_bytes(job: "Job", config: ModelConfig | ImageConfig) -> float:
+def state_bytes(job: Job, config: ModelConfig | ImageConfig) -> float:
     """Return the bytes that a rank must keep to go on, at least: weights and the optimizer's state."""
     needed = _needed(job, config, Plan.parse(job.plan))
     return needed.weights + needed.optimizer
 
 
-def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
+def _needed(job: Job, config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
     routed = config.num_routed_parameters if isinstance(config, ModelConfig) else 0
     return rank_bytes(num_parameters(config), plan, num_states(job.optimizer), routed)
 
 
-def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
+def _fix(job: Job, config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
     """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
     for zero in range(plan.zero + 1, 4) if plan.pipeline != AUTO else ():

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from echelon.data import TrainingImages, corpus_errors, open_corpus
 from echelon.errors import UserError
 from echelon.models import ExpertsConfig, ImageConfig, ModelConfig, build_without_memory
 from echelon.plan import Plan
+from echelon.train.jobs.job import Job
 from echelon.train.task import make_batches, open_data
-
-if TYPE_CHECKING:
-    from echelon.train.jobs.job import Job
 
 T = TypeVar("T")
 
@@ -63,7 +61,7 @@ _TASK_KEYS = {
 }
 
 
-def refuse_foreign_keys(job: "Job", findings: Findings) -> None:
+def refuse_foreign_keys(job: Job, findings: Findings) -> None:
     """An error for each key that is set and of another task."""
     for task, keys in _TASK_KEYS.items():
         for key in keys if task != job.task else ():
@@ -74,7 +72,7 @@ def refuse_foreign_keys(job: "Job", findings: Findings) -> None:
                 )
 
 
-def check_language_model(job: "Job", findings: Findings) -> ModelConfig | None:
+def check_language_model(job: Job, findings: Findings) -> ModelConfig | None:
     """The sizes of the model, if they are valid."""
     refuse_foreign_keys(job, findings)
     # Sizes are checked together only if all are known; otherwise check at least the preset.
@@ -91,7 +89,7 @@ def check_language_model(job: "Job", findings: Findings) -> ModelConfig | None:
     return config
 
 
-def check_language_data(job: "Job", config: ModelConfig | None, findings: Findings) -> None:
+def check_language_data(job: Job, config: ModelConfig | None, findings: Findings) -> None:
     """Opens the corpus, so that its errors show before a rank starts."""
     source, dtype = job.data.text_source, job.data.dtype
     where = f"data.source={source}"
@@ -106,7 +104,7 @@ def check_language_data(job: "Job", config: ModelConfig | None, findings: Findin
         findings.attempt(lambda: make_batches(job, corpus), where)
 
 
-def check_image_model(job: "Job", findings: Findings) -> ImageConfig | None:
+def check_image_model(job: Job, findings: Findings) -> ImageConfig | None:
     """The sizes of the model, if they are valid; the classes are those of the preset, or of the weights."""
     refuse_foreign_keys(job, findings)
     if findings.all_valid("plan"):
@@ -125,7 +123,7 @@ def check_image_model(job: "Job", findings: Findings) -> ImageConfig | None:
     return config if findings.all_valid("model") else None
 
 
-def check_image_data(job: "Job", config: ImageConfig | None, findings: Findings) -> None:
+def check_image_data(job: Job, config: ImageConfig | None, findings: Findings) -> None:
     """Lists the images, and decodes them: a broken file must not end a training that has begun."""
     where = f"data.source={job.data.image_source}"
     if config is None or not findings.all_valid("data.source", "data.validation_fraction"):
@@ -142,12 +140,12 @@ def check_image_data(job: "Job", config: ImageConfig | None, findings: Findings)
         )
 
 
-MODEL_CHECKS: dict[str, Callable[["Job", Findings], ModelConfig | ImageConfig | None]] = {
+MODEL_CHECKS: dict[str, Callable[[Job, Findings], ModelConfig | ImageConfig | None]] = {
     "language": check_language_model,
     "images": check_image_model,
 }
 # Each takes what the check of its own model returned.
-DATA_CHECKS: dict[str, Callable[["Job", Any, Findings], None]] = {
+DATA_CHECKS: dict[str, Callable[[Job, Any, Findings], None]] = {
     "language": check_language_data,
     "images": check_image_data,
 }

@@ -110,8 +110,7 @@ def _arrived(used: set[nn.Parameter], buckets: list[Bucket], parameter: Tensor) 
 class AsyncUpdate(Update):
     """Workers along a group; the process of replica 0 hosts the server beside its worker.
 
-    `ranks` are those of this group, as the world numbers them. `schedule` maps the version to a factor of the
-    learning rate; `stepper` is how the server updates.
+    `ranks` are the world's numbers of this group's. `schedule`: version → factor of the learning rate.
     """
 
     def __init__(

@@ -172,8 +172,7 @@ def check_host_memory(needs: Mapping[str, int], mesh: Mesh) -> None:
 
 
 def parameter_bytes(modules: Mapping[int, nn.Module], mesh: Mesh, resident_bytes: int) -> int:
-    """Return the bytes that offload=parameters puts into host memory on this rank; 0 without it. On a CPU
-    weights that have values only move."""
+    """Return the bytes that offload=parameters adds on the host; on a CPU, weights with values only move."""
     if "parameters" not in mesh.plan.offload:
         return 0
     parameters = {p for module in modules.values() for p in module.parameters()}

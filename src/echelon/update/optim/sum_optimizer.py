@@ -123,8 +123,7 @@ def in_turns(
     targets: Sequence[Sequence[Tensor]],
     values: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Combine values with targets in place, those of each parameter one after the other: its boxes may share
-    rows."""
+    """Combine values with targets in place, a parameter's one after the other: its boxes may share rows."""
     for in_turn, of_turn in zip(zip_longest(*targets), zip_longest(*values), strict=True):
         pairs = [pair for pair in zip(in_turn, of_turn, strict=True) if pair[0] is not None]
         operation([target for target, _ in pairs], [value for _, value in pairs])

@@ -107,8 +107,7 @@ class FusedAdam:
     def _elements(
         self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> dict[nn.Parameter, Element] | None:
-        """All that belongs to each master, which has state and a gradient; None where the kernel takes no
-        such tensors."""
+        """All of each master, with its state and gradient; None where the kernel takes no such tensors."""
         elements = {}
         for weight, master in zip(weights, masters, strict=True):
             state, gradient = self._optimizer.state[master], weight.grad

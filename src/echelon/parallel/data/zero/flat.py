@@ -53,8 +53,7 @@ class FlatUnit:
         sharded: bool,
         owner: UnitOwner | None = None,
     ) -> None:
-        """`sharded`: between uses each rank of `group` holds its part alone; else the whole weights stay, and
-        the shard is a part of them."""
+        """`sharded`: between uses each rank of `group` holds its part alone; else all weights."""
         self.name, self.parameters, self.group, self.sharded = name, parameters, group, sharded
         self._owner = owner or UnitOwner()
         first = parameters[0][1]

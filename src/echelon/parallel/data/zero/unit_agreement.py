@@ -25,8 +25,7 @@ from echelon.parallel.data.sharing import Problem
 class GatherAgreement:
     """Compares what the ranks that shard one copy are about to do, until it is closed.
 
-    `replicas`: all ranks of the set. One of several groups that stopped in the middle of a step would leave
-    the others waiting, so all are told at the end of each pass.
+    `replicas`: all ranks of the set, which are told at the end of each pass: else other groups would wait.
     """
 
     def __init__(self, group: Group, replicas: Group, units: Sequence[str], device: torch.device) -> None:

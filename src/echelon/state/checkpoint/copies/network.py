@@ -91,8 +91,7 @@ def send(copy: RankCopy | None, to: int, group: dist.ProcessGroup) -> list[dist.
 
 
 def receive(make_room: Callable[[int], Tensor], source: int, group: dist.ProcessGroup) -> RankCopy:
-    """Receive a file into the memory that `make_room(size)` gives. If that raises, the file is received and
-    dropped, so that its sender does not wait."""
+    """Receive a file into the memory of `make_room(size)`; if that raises, drop it: no sender waits."""
     sizes = torch.empty(2, dtype=torch.int64)
     dist.recv(sizes, source, group)
     manifest_bytes, file_bytes = sizes.tolist()

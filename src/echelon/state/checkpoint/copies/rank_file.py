@@ -65,8 +65,7 @@ def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifes
 
 
 def open_rank_file(path: Path, plan: tuple[str, int] | None = None) -> SavedState:
-    """Open the file of a rank by its manifest, and compare every byte with its hash. Of another `plan` (and
-    number of ranks), if one is given, it is refused."""
+    """Open a rank's file by its manifest, check its hash, and refuse one of another `plan`."""
     data = read_regular(path, MOST_BYTES)
     try:
         manifest = Manifest.from_bytes(data, is_whole=False)
