@@ -14,7 +14,7 @@ from echelon.engine.step.runtime.flight import Microbatch
 from echelon.errors import UserError
 from echelon.parallel.data.sharing import Problem
 from echelon.update import numbers as numbers_module
-from echelon.update.numbers import HostCopy, Outcome, Scaling, StepNumbers, loss_and_count, scale
+from echelon.update.numbers import HostCopy, Outcome, Scaling, StepNumbers, Tallies, loss_and_count, scale
 from tests.reads import no_reads
 
 
@@ -246,3 +246,16 @@ def test_of_scaled_losses_an_overflow_of_gradients_alone_is_the_scales_affair() 
         assert (overflow.skip, overflow.overflows, overflow.left_out) == (True, True, False)
         loss = each((math.nan, 4.0, 4.0, math.nan, 0.0), None, scaled=True, skips=True)
         assert (loss.skip, loss.overflows, loss.left_out) == (True, True, True)
+
+
+def test_tallies_of_an_update_know_the_last_row_of_its_own_loss_and_end_with_the_sum() -> None:
+    tallies = Tallies()
+    assert not tallies
+    assert [tallies.next_pass(), tallies.next_pass()] == [0, 1], "also of losses that are still to come"
+    tallies.add(torch.ones(3))
+    assert (len(tallies), tallies.own, tallies.joined().tolist()) == (1, None, [1.0] * 3)
+    tallies.add(torch.zeros(3), is_own=True)
+    tallies.add(torch.ones(3), is_summed=True)
+    assert (tallies.own, tallies.joined().tolist()) == (1, [[1.0] * 3, [0.0] * 3, [1.0] * 3])
+    with pytest.raises(UserError, match="summed over ranks already"):
+        tallies.next_pass()

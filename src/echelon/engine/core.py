@@ -39,7 +39,9 @@ class EngineCore:
         self._local, self._update, self._wrapping = local, update, setup.wrapping
         self._reader, self._names = setup.reader, setup.names
         inside, flushes = Inside(), mesh.plan.flushes
-        guard_outside(self.module, mesh, local, layers, setup.wrapping, setup.observers, inside)
+        guard_outside(
+            self.module, mesh, local, layers, setup.wrapping, setup.observers, inside, setup.names.parameters
+        )
         balance = self._balance = make_balance(setup.gates, mesh, local, layers, setup.observers)
         self._runner: StepRunner = (FlushedRunner if flushes else ContinuousRunner)(setup, balance)
         self._runner.replicas.open()
@@ -133,7 +135,8 @@ class EngineCore:
         """Everything that this rank needs to go on, as slices of global tensors: weights, float32 masters,
         optimizer state, buffers, and the engine's own counters. Call `synchronize` first."""
         self._step.check_earlier()
-        return self._state.owned()
+        with self._watch.own_work():
+            return self._state.owned()
 
     def synchronize(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps.

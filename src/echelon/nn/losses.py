@@ -45,25 +45,26 @@ Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int] | Sum]
 def check_loss(result: Any) -> None:
     """Refuse what the loss returned, if it is neither a mean nor (total, count) nor a Sum."""
     if isinstance(result, Sum):
-        raise_errors("what the loss returned", _scalar_errors("the sum", result.total))
+        raise_errors("what the loss returned", scalar_errors("the sum", result.total))
     elif isinstance(result, tuple):
         raise_errors("what the loss returned", _pair_errors(result))
     else:
-        raise_errors("what the loss returned", _scalar_errors("the loss", result))
+        raise_errors("what the loss returned", scalar_errors("the loss", result))
 
 
 def _pair_errors(result: tuple[Any, ...]) -> list[str]:
     if len(result) != 2:
         return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
     total, count = result
-    errors = _scalar_errors("the total", total)
+    errors = scalar_errors("the total", total)
     is_number = isinstance(count, Real) and not isinstance(count, bool)
     if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
         errors.append(f"the count {_kind_of(count)}: must be one number; sum what is counted")
     return errors
 
 
-def _scalar_errors(name: str, value: Any) -> list[str]:
+def scalar_errors(name: str, value: Any) -> list[str]:
+    """Say what a loss, a total or a sum is that no backward pass can begin from."""
     if not isinstance(value, Tensor) or value.dim() > 0:
         fix = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
         return [f"{name} {_kind_of(value)}: must be a tensor of one number, without dims; {fix}"]

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import count
 from typing import Any, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ class Replicas:
         self.group: Group | None = None if mesh is None or mesh.plan.data == 1 else mesh.group("data")
         self.error = "" if mesh is None else _error(mesh, self.group)
         self.is_used = False  # whether anything was gathered
-        self.number = next(_numbers)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -48,10 +46,10 @@ class Replicas:
 
     def open(self) -> None:
         """Let it do so also where no engine runs: between the calls of a loop of the user's own."""
-        _open.add(self)
+        _open[self] = None
 
     def close(self) -> None:
-        _open.discard(self)
+        _open.pop(self, None)
 
 
 def _error(mesh: Mesh, group: Group | None) -> str:
@@ -72,8 +70,8 @@ def _error(mesh: Mesh, group: Group | None) -> str:
 
 
 _CURRENT: ContextVar[Replicas | None] = ContextVar("echelon.nn.sample_gathering", default=None)
-_open: "WeakSet[Replicas]" = WeakSet()  # of engines that are open in this process
-_numbers = count()  # in the order in which engines were made, the same on every rank
+# Those of engines that are open in this process, in the order in which these were made: that of every rank.
+_open: WeakKeyDictionary[Replicas, None] = WeakKeyDictionary()
 
 
 def gather_samples(x: Tensor) -> Tensor:
@@ -107,7 +105,7 @@ def _current() -> Replicas:
             "running; call it inside of a loss or a forward, or close the engines that are done"
         )
     # The newest: an older one may be left open and forgotten, on some ranks longer than on others.
-    return max(candidates, key=lambda each: each.number, default=Replicas())
+    return candidates[-1] if candidates else Replicas()
 
 
 def _counts(x: Tensor, group: Group) -> list[int]:

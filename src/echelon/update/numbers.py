@@ -74,6 +74,40 @@ def scale(
     return Scaling(mean * clip_factor(norm, clip), refused, overflows, norm, left_out)
 
 
+@final
+class Tallies:
+    """The losses of the batches whose gradients add up to one update: the sums of each, a row (loss total,
+    count, count · normaliser), on this rank."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self.own: int | None = None  # the last row of the engine's own loss, of which later steps learn
+        self.is_summed = False  # whether gradients are summed over ranks
+        self._num_passes = 0  # those of losses that are still to come too
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def next_pass(self) -> int:
+        """Count a pass; returns how many came before it."""
+        self.check_not_summed()
+        self._num_passes += 1
+        return self._num_passes - 1
+
+    def check_not_summed(self) -> None:
+        if self.is_summed:
+            raise UserError("last=True: gradients are summed over ranks already; call engine.update() first")
+
+    def add(self, row: Tensor, *, is_own: bool = False, is_summed: bool = False) -> None:
+        self.own = len(self._rows) if is_own else self.own
+        self._rows.append(row)
+        self.is_summed = is_summed
+
+    def joined(self) -> Tensor:
+        """Return the row, or all of several."""
+        return self._rows[0] if len(self._rows) == 1 else torch.stack(self._rows)
+
+
 def add_calls(sums: Tensor) -> tuple[Tensor, Tensor]:
     """From the tallies of several batches, a row each, to that of one whose mean is the sum of theirs; and
     whether they were divided by different multiples of their counts, so that gradients cannot be added."""

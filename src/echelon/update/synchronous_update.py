@@ -91,7 +91,7 @@ class SynchronousUpdate(Update):
     def tie(self) -> None:
         self._stages.sum_tied_gradients()
 
-    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None, *, own: int | None = 0) -> None:
         square = squared_norm(self._stages.norm_share(), tally.device)
         if self.units is not None:
             square = square + self.units.square(tally.device)
@@ -107,7 +107,7 @@ class SynchronousUpdate(Update):
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
         summed = torch.cat([tally.flatten(), square.view(1), flags, *of_gates])
         _sum(summed, self._group)
-        last_count = summed[3 * (self.remembered_call or 0) + 1]
+        last_count = summed[3 * (own or 0) + 1]
         if tally.dim() == 2:
             summed = _added(summed, len(tally))
         summed, auxiliary = (summed, summed[:0]) if gates is None else (summed[:-1], summed[-1:])
@@ -127,6 +127,7 @@ class SynchronousUpdate(Update):
             self._scaling = scale(sums, self._clip, **rules)
             self._count = sums[1] if tally.dim() == 1 else float(last_count)
             values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
+        self._is_own = own is not None
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
     def _found(self) -> tuple[Number, Number, Flag]:
@@ -173,7 +174,7 @@ class SynchronousUpdate(Update):
 
     def _remember_count(self) -> None:
         """Remember what the engine's own loss has counted, unless the update was refused or left out."""
-        if self.remembered_call is None:
+        if not self._is_own:
             return
         undone = self.undoes
         if not isinstance(undone, Tensor):

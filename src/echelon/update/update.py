@@ -44,8 +44,6 @@ class Update(ABC):
     loss_scaling: LossScaling | None = None  # of fp16
     averages: WeightAverages | None = None  # of weights, where they are averaged
     number: int = 0  # of the next update, from 0; one that is refused has a number too
-    # Of the batches that add up to an update, the last one whose loss is the engine's own.
-    remembered_call: int | None = 0
 
     @property
     def loss_scale(self) -> Number:
@@ -64,9 +62,10 @@ class Update(ABC):
         """Sum the gradients of weights that several stages hold."""
 
     @abstractmethod
-    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None, *, own: int | None = 0) -> None:
         """All gradients are summed: sum this rank's tally of losses, and the norm, over all ranks; also what
-        `gates` add, if the model has any."""
+        `gates` add, if the model has any. Of a tally of several batches, `own` is the last row of the
+        engine's own loss."""
 
     @property
     def skips(self) -> Flag:

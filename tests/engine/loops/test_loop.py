@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 import echelon
 from echelon import UserError
@@ -131,6 +132,38 @@ def test_dropout_is_that_of_one_device(warm_ranks: Warm) -> None:
     for of_rank in warm_ranks(2).run(masks, "data=2"):
         for row, expected in zip(of_rank, alone, strict=True):
             assert row == pytest.approx(expected, abs=1e-12)
+
+
+def normed(plan: str | None) -> dict[str, Tensor]:
+    """Each batch iterates the largest singular value once, as each forward pass of one device does."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 5)).double()
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randn(8, 6, generator=generator).double(), torch.randint(5, (8,), generator=generator))
+        for _ in range(4)
+    ]
+    if plan is None:
+        optimizer = sgd(layers.parameters())
+        for first, second in (pairs[:2], pairs[2:]):
+            for inputs, targets in (first, second):
+                F.cross_entropy(layers(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layers.state_dict()
+    with echelon.parallelize(layers, f"{plan} precision=fp64", optimizer=sgd, loss=F.cross_entropy) as engine:
+        for first, second in (pairs[:2], pairs[2:]):
+            engine.forward_backward(engine.local(first))
+            engine.forward_backward(engine.local(second))
+            engine.update()
+        return engine.full_state_dict()
+
+
+def test_spectral_norms_iterate_once_for_each_batch(warm_ranks: Warm) -> None:
+    expected = normed(None)
+    for plan in ("data=2", "data=2 microbatches=2"):
+        for weights in warm_ranks(2).run(normed, plan):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
 
 
 # Refusals.

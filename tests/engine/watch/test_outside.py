@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.watch.outside import AbsentAttributeError, AbsentReads, Inside, mark_absent
+from echelon.engine.watch.outside import (
+    AbsentAttributeError,
+    AbsentReads,
+    Inside,
+    adds_unseen,
+    mark_absent,
+    part_of_weights,
+    waiting_gradient,
+)
 from echelon.errors import UserError
 from echelon.nn.wrapping import Wrapping
 from echelon.plan import Plan
@@ -77,3 +85,37 @@ def test_a_copy_of_a_module_of_another_stage_is_of_its_own_class() -> None:
     module, _, inside = absent()
     with inside():
         assert type(copy.deepcopy(module)) is Penalised
+
+
+def test_a_weight_of_another_stage_is_refused_between_steps() -> None:
+    module, inside = nn.Linear(2, 2, bias=False), Inside()
+    module._parameters["weight"] = None
+    reads = AbsentReads(Plan.parse("pipeline=2"), inside)
+    mark_absent({"layers.1": module}, reads, Wrapping(), {"layers.1.weight"})
+    with pytest.raises(AbsentAttributeError, match=r"layers.1.weight: with pipeline=2 this rank has"):
+        _ = module.weight
+    assert module.bias is None, "it never had one"
+    with inside():
+        assert module.weight is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("data=1", None),
+        ("data=2", "ranks have parts"),
+        ("tensor=2", "ranks have parts"),
+        ("precision=fp16", "scales it"),
+        ("precision=bf16", None),
+    ],
+)
+def test_gradients_that_wait(plan: str, words: str | None) -> None:
+    text = waiting_gradient(Plan.parse(plan))
+    assert text is None if words is None else words in str(text)
+    assert adds_unseen(Plan.parse(plan)) is (plan in ("tensor=2", "precision=fp16"))
+
+
+def test_parts_of_weights() -> None:
+    assert part_of_weights(Plan.parse("tensor=2"), False) is None
+    assert "this rank has a part of it" in str(part_of_weights(Plan.parse("tensor=2"), True))
+    assert "of its own stage alone" in str(part_of_weights(Plan.parse("pipeline=2"), False))

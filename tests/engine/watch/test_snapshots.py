@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.engine.watch.snapshots import Structure, WeightWatch
+from echelon.engine.watch.snapshots import GradientWatch, Structure, WeightWatch
 from echelon.errors import UserError
 
 
@@ -83,3 +83,22 @@ def test_memory_of_another_form_is_refused() -> None:
     parameters["0.bias"].data = torch.zeros(4, dtype=torch.float64)
     with pytest.raises(UserError, match=r"0.bias is \(4,\) of torch.float64 on cpu now, and parallelize was"):
         watch.check_forms(watch.changed())
+
+
+def test_gradients_that_change_while_they_wait_are_seen_until_the_update() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    gradients = GradientWatch([parameter])
+    parameter.sum().backward()
+    assert not gradients.look(), "nothing waits"
+    gradients.is_on = True
+    assert not gradients.look()
+    parameter.sum().backward()
+    assert gradients.look()
+    gradients.record()
+    gradients.is_on = True
+    assert gradients.look(), "another call of the engine does not hide it"
+    gradients.is_on = False
+    assert not gradients.look()
+    gradients.is_on = True
+    parameter.grad = None
+    assert gradients.look()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from echelon.engine.loops.outputs import Observed
@@ -37,9 +38,9 @@ class OwnLoop(Step):
         """Add the gradients of this replica's part of a batch; returns the tally of its losses here."""
         runner, reader = self.check_split(), self._setup.reader.for_loss(loss)
         if self.is_open:
-            runner.check_not_summed()
+            runner.tallies.check_not_summed()
             self._check_one_call()
-        if not self.is_open:
+        else:
             self._check_earlier_steps()
         pair = self._read(batch, reader)
         with (
@@ -59,15 +60,12 @@ class OwnLoop(Step):
     def _check_one_call(self) -> None:
         """Refuse a second batch for an update that can have one."""
         plan = self._setup.mesh.plan
-        reason = "the gates of experts are balanced over the batch of an update"
         if plan.sync == "async":
-            reason = "a worker tells the server of one batch with each update"
-        elif not self._setup.gates.places:
-            return
-        raise UserError(
-            f"plan '{plan}': {reason}, and forward_backward was called twice before update(); give all "
-            "samples at once, in more microbatches"
-        )
+            raise UserError(
+                f"plan '{plan}': a worker tells the server of one batch with each update, and "
+                "forward_backward was called twice before update(); give all samples at once, in more "
+                "microbatches"
+            )
 
     def _open(self, pair: Batch | None) -> None:
         runner = self.check_split()
@@ -80,17 +78,18 @@ class OwnLoop(Step):
         if not self.is_open:
             self._check_earlier_steps()
             self._open(None)
-        return self.counter.begun, self.check_split().next_call()
+        return self.counter.begun, self.check_split().tallies.next_pass()
 
     def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
         """A backward pass follows, from a loss that was divided by `normaliser`."""
         self._watch.hide_gradients(hidden=True)
-        self.check_split().add_tally(total, count, normaliser)
+        runner, tally = self.check_split(), torch.cat([total, count, count * normaliser])
+        runner.tallies.add(tally if runner.losses.are_counted else torch.zeros_like(tally))
 
     def update(self) -> Metrics:
         """Make the update of all gradients since the last one."""
         runner, timer = self.check_split(), self._timer
-        if timer is None or not runner.has_tallies:
+        if timer is None or not runner.tallies:
             raise UserError(
                 "engine.update(): no gradients wait for it; call engine.forward_backward(batch), or "
                 "engine.backward(loss) of what engine(x) returned, before it. See docs/loops.md"
@@ -125,7 +124,7 @@ class OwnLoop(Step):
         """Refuse a call that would lose gradients; forward passes alone are forgotten."""
         if not self.is_open:
             return
-        if not self.check_split().has_tallies:
+        if not self.check_split().tallies:
             self._close()
         else:
             raise UserError(

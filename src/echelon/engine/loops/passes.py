@@ -13,9 +13,8 @@ weights.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import Any, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,24 +25,16 @@ from echelon.engine.setup import Setup
 from echelon.engine.step.feed import Upload, to_device
 from echelon.engine.step.side_effects import without_autocast_cache
 from echelon.engine.watch.watch import Watch
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_errors
 from echelon.nn.batch import DTYPES, Inputs, call, cast, tensors_of
 from echelon.nn.dropout.training_position import CountedSamples
-from echelon.nn.losses import Sum
+from echelon.nn.losses import Sum, scalar_errors
 from echelon.parallel.observer import BackwardPass, ForwardPass
 from echelon.parallel.stage import Stage
 from echelon.update.numbers import Number
 
-_alive: WeakSet["OwnPasses"] = WeakSet()
-_numbers = count()
-
-
-def _lending() -> list["OwnPasses"]:
-    """Engines with a graph that a backward pass may lead through, in the order in which they were made: ranks
-    gather their weights in the same one."""
-    return sorted(
-        (each for each in _alive if each.is_open and not each.is_gone), key=lambda each: each.number
-    )
+# Those of all engines of this process, in the order in which these were made, the same on every rank.
+_alive: WeakKeyDictionary["OwnPasses", None] = WeakKeyDictionary()
 
 
 @final
@@ -55,22 +46,19 @@ class OwnPasses:
         self._samples = 0  # of the last forward pass
         self._slots: list[tuple[int, int]] = []  # of forward passes since the last update
         self._opened = 0  # the update that they are of
+        self._scale: Number | None = None  # of its losses so far: their gradients are added
         self._is_checked = False
-        self.number = next(_numbers)
-        _alive.add(self)
+        _alive[self] = None
 
     @property
     def is_open(self) -> bool:
-        """True if the engine was called since its last update."""
-        return self._loop.is_open and self._opened == self._loop.num_opened and bool(self._slots)
-
-    @property
-    def is_gone(self) -> bool:
-        """True if its ranks talk no more, though it was not closed."""
-        return self._setup.mesh.group("all").is_closed
+        """True if the engine was called since its last update, so that a backward pass may lead through it,
+        and its ranks still talk."""
+        is_called = self._loop.is_open and self._opened == self._loop.num_opened and bool(self._slots)
+        return is_called and not self._setup.mesh.group("all").is_closed
 
     def close(self) -> None:
-        _alive.discard(self)
+        _alive.pop(self, None)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model. Without gradients that is a call between steps: it is no part of an update."""
@@ -87,7 +75,7 @@ class OwnPasses:
         with self._watch.own_work(), self._abandoned_if_failed():
             number, place = self._loop.next_call()
             if self._opened != self._loop.num_opened:
-                self._opened, self._slots = self._loop.num_opened, []
+                self._opened, self._slots, self._scale = self._loop.num_opened, [], None
             slot = (0, place)
             forward = ForwardPass(slot, inputs, inputs, None, 1, trains=True)
             scope = self._setup.scopes.of_step(number, self._samples, place)
@@ -123,9 +111,10 @@ class OwnPasses:
         """Add the gradients of a mean over this `number` of samples, or of a sum."""
         self._check()
         total = loss.total if isinstance(loss, Sum) else loss
-        engines, lending = [self, *others], _lending()
+        engines, lending = [self, *others], [each for each in _alive if each.is_open]
         self._check_loss(total, engines)
-        scale = self._setup.update.loss_scale
+        chosen = [each._scale for each in engines if each._scale is not None]
+        scale = chosen[0] if chosen else self._setup.update.loss_scale
         with ExitStack() as stack:
             for each in lending:
                 stack.enter_context(each._lent())
@@ -137,8 +126,9 @@ class OwnPasses:
             torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
 
     def _count(self, loss: Tensor | Sum, samples: float | None, scale: Number) -> Tensor:
-        """Enter a loss into the tally of the update; returns what its backward pass starts from. `scale`: of
-        the engine whose `backward` was called."""
+        """Enter a loss into the tally of the update; returns what its backward pass starts from. `scale`:
+        that of one of the engines which the loss is for."""
+        self._scale = scale
         mesh = self._setup.mesh
         number = (
             1 / mesh.plan.data if isinstance(loss, Sum) else self._samples if samples is None else samples
@@ -219,14 +209,10 @@ class OwnPasses:
         self._is_checked = True
 
     def _check_loss(self, loss: Any, engines: Sequence["OwnPasses"]) -> None:
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            form = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(
-                f"engine.backward(loss): the loss is {form}: must be a tensor of one number that depends on "
-                "what engine(x) returned, like losses.mean()"
-            )
+        with torch.enable_grad():
+            raise_errors("engine.backward(loss)", scalar_errors("the loss", loss))
         for each in engines:
-            each._loop.check_split().check_not_summed()
+            each._loop.check_split().tallies.check_not_summed()
         if not all(each.is_open for each in engines):
             raise UserError(
                 "engine.backward(loss): this engine, or one given beside it, was not called since its last "

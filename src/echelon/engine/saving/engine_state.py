@@ -70,7 +70,7 @@ class EngineState:
     # Slices.
 
     def owned(self) -> list[OwnedSlice]:
-        parts = [each for owned in self.update.owned() for each in self.in_whole(owned)]
+        parts = [each for owned in self.update.owned() for each in self.in_whole(_plain(owned))]
         counters = {
             "steps": self.counter.updates,
             "begun steps": self.counter.begun,
@@ -81,7 +81,7 @@ class EngineState:
 
     def values(self) -> list[OwnedSlice]:
         """List weights and buffers."""
-        weights = [each for owned in self.local.owned_weights() for each in self.in_whole(owned)]
+        weights = [each for owned in self.local.owned_weights() for each in self.in_whole(_plain(owned))]
         return [*weights, *self.buffers()]
 
     def buffers(self) -> list[OwnedSlice]:
@@ -207,6 +207,12 @@ def _check_storable(owned: Iterable[OwnedSlice]) -> None:
 def _number(part: str, value: Number) -> OwnedSlice:
     """A number of the engine's own."""
     return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
+
+
+def _plain(owned: OwnedSlice) -> OwnedSlice:
+    """As a plain tensor, which can be read between steps."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return owned._replace(tensor=owned.tensor.detach())
 
 
 def _own(name: str, tensor: Tensor, part: str = VALUE) -> OwnedSlice:

@@ -161,6 +161,7 @@ class Balance(StepObserver):
         # Two more numbers: what all losses counted, and the same times what they were divided by.
         self._row = torch.zeros(size + 2, dtype=torch.float64, device=self._mesh.device)
         self._is_exchanged = False
+        self._earlier: Tensor | None = None  # sums of batches of the same update
         self._broken: Tensor | None = None
         self._losses: dict[Gate, Tensor] = {}
         self._gradients: dict[Gate, Tensor] = {}
@@ -173,9 +174,20 @@ class Balance(StepObserver):
         late = [place for place in self._places if place.gate.has_loss and place.gate not in self._losing]
         raise_errors(f"plan '{self._mesh.plan}'", [_LATE.format(name=place.name) for place in late])
 
+    def next_batch(self) -> None:
+        """Another global batch of the same update follows, whose auxiliary losses are its own."""
+        if self._is_exchanged:  # else no loss asks for the sums of each batch
+            self._earlier = self._all_sums
+            self._row, self._is_exchanged = torch.zeros_like(self._row), False
+
     @property
     def _sums(self) -> Tensor:
         return self._row[2:]
+
+    @property
+    def _all_sums(self) -> Tensor:
+        """Those of all batches of the update."""
+        return self._sums if self._earlier is None else self._earlier + self._sums
 
     def around_pass(self, forward: ForwardPass) -> AbstractContextManager[None] | None:
         """In training, gates tell what they have seen."""
@@ -197,11 +209,13 @@ class Balance(StepObserver):
         if self._is_exchanged:
             return
         self._is_exchanged = True
-        self._row[:2] = tally[1:3]
+        self._row[:2] = tally[1:3] if tally.dim() == 1 else tally[:, 1:3].sum(0)
         with self._group.ledger.about("gate statistics"):
             self._group.all_reduce(self._row)
         not_finite = (~self._sums.isfinite()).double()
-        self._broken = not_finite.new_zeros(len(self._places)).index_add_(0, self._owners, not_finite)
+        if self._broken is None:
+            self._broken = not_finite.new_zeros(len(self._places))
+        self._broken.index_add_(0, self._owners, not_finite)
         self._differentiate()
 
     def _differentiate(self) -> None:
@@ -214,7 +228,8 @@ class Balance(StepObserver):
                 loss = place.gate.auxiliary_loss(statistics)
             gradient = self._passes.differentiate(place.gate, loss, statistics)
             is_used = statistics.detach()[0].sum() != 0
-            self._losses[place.gate] = torch.where(is_used, loss.detach(), 0.0)
+            loss, earlier = torch.where(is_used, loss.detach(), 0.0), self._losses.get(place.gate)
+            self._losses[place.gate] = loss if earlier is None else earlier + loss
             self._gradients[place.gate] = torch.where(is_used, gradient * factor, 0.0)
 
     def see(self, gate: Gate) -> None:
@@ -260,12 +275,14 @@ class Balance(StepObserver):
         self._buffers.take()
         for gate in self._balanced:
             if gate.training:
-                gate.after_step(self._here[gate].of(self._sums))
+                gate.after_step(self._here[gate].of(self._all_sums))
         self._buffers.restore(skipped)
 
     def load(self) -> "ExpertLoads":
         """Return the load of the last step, by the name of the gate."""
-        return ExpertLoads(self._places, self._sums if self._is_exchanged else torch.zeros_like(self._sums))
+        return ExpertLoads(
+            self._places, self._all_sums if self._is_exchanged else torch.zeros_like(self._sums)
+        )
 
 
 @final

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ from echelon.parallel.stage import LocalStages
 from echelon.update.numbers import Number
 
 Scope = Callable[[int], AbstractContextManager[None]]  # of the microbatch with this number
+
+
+class Call(NamedTuple):
+    """One of the batches whose gradients add up to an update: how many came before it, and whether its loss
+    is the engine's own."""
+
+    number: int = 0
+    is_own: bool = True
+
+
+ONLY = Call()
 
 
 @final
@@ -44,16 +55,14 @@ class Feed:
         count_before: Number | None = None,
         begin: int = 0,
         scope: Scope | None = None,
-        call: int = 0,
-        own_loss: bool = True,
+        call: Call = ONLY,
     ) -> tuple[dict[int, Microbatch], StepNormaliser]:
         """The microbatches of a step, numbered from `begin`, and what their losses are divided by.
-        `count_before`: what the last update was the mean of. `call`: how many batches of the same update came
-        before; `own_loss`: their loss is the engine's own."""
+        `count_before`: what the last update was the mean of."""
         samples = num_samples(batch)
-        scope = scope or self._scopes.of_step(step, samples, call)
+        scope = scope or self._scopes.of_step(step, samples, call.number)
         parts = self._cut(batch)
-        of_step = normaliser.of_step(batch, samples, count_before, own_loss=own_loss)
+        of_step = normaliser.of_step(batch, samples, count_before, own_loss=call.is_own)
         return {
             begin + number: self._microbatch(
                 part, weight, "training", partial(scope, number), of_step, loss_scale

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch, check_same_gradients
 from echelon.engine.step.balance import Balance, DiscardStatistics
-from echelon.engine.step.feed import Feed, Scope, Upload
+from echelon.engine.step.feed import ONLY, Call, Feed, Scope, Upload
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime.flight import Losses, Microbatch
@@ -232,8 +232,7 @@ class StepRunner(ABC):
         count_before: Number | None = None,
         begin: int = 0,
         scope: Scope | None = None,
-        call: int = 0,
-        own_loss: bool = True,
+        call: Call = ONLY,
     ) -> dict[int, Microbatch]:
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
@@ -247,7 +246,6 @@ class StepRunner(ABC):
             begin=begin,
             scope=scope,
             call=call,
-            own_loss=own_loss,
         )
         if self._update.units is not None:
             self._update.units.start_passes(
@@ -291,12 +289,12 @@ class StepRunner(ABC):
     def tie(self) -> None:
         self._update.tie()
 
-    def norm(self, tally: Tensor) -> None:
+    def norm(self, tally: Tensor, *, own: int | None = 0) -> None:
         gates = None
         if self._balance is not None:
             self._balance.exchange(tally)
             gates = self._balance.numbers()
-        self._update.norm(tally, gates)
+        self._update.norm(tally, gates, own=own)
 
     def update(self) -> None:
         self.observers.tell("before_update")

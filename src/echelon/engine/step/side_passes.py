@@ -12,7 +12,6 @@ from echelon.engine.step.agreement import measure_gradient
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.side_effects import without_side_effects
-from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import Number, StepNumbers
@@ -22,9 +21,6 @@ class SidePasses(StepRunner):
     """A runner whose steps begin and end with an empty pipeline, so that other passes fit in between."""
 
     _is_rehearsed: bool
-    _tallies: list[Tensor]  # of the losses of each batch of this update
-    _num_calls: int  # its passes, those of losses that are still to come too
-    _is_summed = False  # whether its gradients are summed over ranks
     _count_before: Number | None = None  # what the last update was the mean of
 
     @abstractmethod
@@ -86,26 +82,3 @@ class SidePasses(StepRunner):
     def _no_side_effects(self) -> AbstractContextManager[None]:
         modules = [each for module in self._local.modules for each in module.modules()]
         return without_side_effects(self._local.modules, modules, self._mesh.device)
-
-    # The batches of an update.
-
-    def next_call(self) -> int:
-        """Count the passes of this update; returns how many there were before."""
-        self.check_not_summed()
-        self._num_calls += 1
-        return self._num_calls - 1
-
-    def check_not_summed(self) -> None:
-        if self._is_summed:
-            raise UserError("last=True: gradients are summed over ranks already; call engine.update() first")
-
-    @property
-    def has_tallies(self) -> bool:
-        """True if a backward pass has added to the gradients of this update."""
-        return bool(self._tallies)
-
-    def add_tally(self, total: Tensor, count: Tensor, normaliser: Tensor) -> None:
-        """Count a loss whose backward pass is called from outside."""
-        tally = torch.cat([total, count, count * normaliser])
-        self._tallies.append(tally if self.losses.are_counted else torch.zeros_like(tally))
-        self._is_summed = False

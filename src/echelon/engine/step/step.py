@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from echelon.collectives.agreement import check_on_every_rank
@@ -23,6 +22,7 @@ from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch
 from echelon.engine.step.batch_reader import BatchReader, to_plain
+from echelon.engine.step.feed import ONLY, Call
 from echelon.engine.step.first_step import FirstStepChecks
 from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.runner import StepRunner
@@ -38,7 +38,7 @@ from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.update.nonfinite import NonfiniteError
-from echelon.update.numbers import StepNumbers
+from echelon.update.numbers import StepNumbers, Tallies
 
 
 class Step:
@@ -134,6 +134,7 @@ class FlushedRunner(SidePasses):
         self.first_step = FirstStepChecks(self._mesh, self._local, self.observers)
         self._is_rehearsed = self._update.units is None
         self._has_trained = False  # the first step tries things out
+        self.tallies = Tallies()  # of the update that is under way
         self._renormalises = any(map(renormalises_any, self._local.modules))
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
@@ -158,29 +159,27 @@ class FlushedRunner(SidePasses):
         self._number = self._update.number = step
         self._start()
         self._buffers.take()
-        self._tallies = []
-        self._is_summed, self._num_calls = False, 0
-        self._update.remembered_call = None
+        self.tallies = Tallies()
 
     def pass_through(self, batch: Batch, *, last: bool, own_loss: bool = True) -> Tensor:
         """Take a batch forward and back; its gradients add to those that are there. Returns the tally of its
         losses on this rank. `last`: no other follows, so that sums over ranks go on behind the passes.
         `own_loss`: the loss is the engine's own, of which earlier steps tell what it counts."""
         with self._undone_if_refused():
-            call = self.next_call()
-            if own_loss:
-                self._update.remembered_call = len(self._tallies)
+            call = Call(self.tallies.next_pass(), own_loss)
+            if call.number and self._balance is not None:
+                self._balance.next_batch()
             for stage in self._local.stages.values():
                 stage.start_step()  # each batch is one forward pass of one device, however it is cut
-            feed = self._step_feed(batch, self._number, call=call, own_loss=own_loss)
-            self._tallies.append(self._run(self._part_script(len(feed), sums=last), feed))
-            self._is_summed = last
-        return self._tallies[-1]
+            feed = self._step_feed(batch, self._number, call)
+            tally = self._run(self._part_script(len(feed), sums=last), feed)
+            self.tallies.add(tally, is_own=own_loss, is_summed=last)
+        return tally
 
     def finish(self) -> StepNumbers:
         """Sum gradients over ranks, if they are not, and make the update."""
         with self._undone_if_refused():
-            self._run(self._update_script(sums=not self._is_summed), {})
+            self._run(self._update_script(sums=not self.tallies.is_summed), {})
             self._has_trained = True
         return self._update.numbers
 
@@ -203,19 +202,17 @@ class FlushedRunner(SidePasses):
         is_whole = number == program.microbatches
         return program if is_whole else step_program(self._mesh.plan, ties=False, microbatches=number)
 
-    def _step_feed(
-        self, batch: Batch, step: int, call: int = 0, *, own_loss: bool = True
-    ) -> dict[int, Microbatch]:
-        feed = self._training_feed(batch, step, self._count_before, call=call, own_loss=own_loss)
+    def _step_feed(self, batch: Batch, step: int, call: Call = ONLY) -> dict[int, Microbatch]:
+        feed = self._training_feed(batch, step, self._count_before, call=call)
         if self._balance is not None and self._balance.needs_pass:
             self._record_statistics(feed)
         return feed
 
-    def norm(self, tally: Tensor) -> None:  # noqa: ARG002 (the losses are those of the passes before)
+    def norm(self, tally: Tensor, *, own: int | None = 0) -> None:  # noqa: ARG002 (the passes are over)
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
-        super().norm(self._tallies[0] if len(self._tallies) == 1 else torch.stack(self._tallies))
+        super().norm(self.tallies.joined(), own=self.tallies.own)
 
     def publish(self) -> None:
         self._buffers.restore(self._update.undoes)

@@ -11,7 +11,7 @@ zero=3, offload and experts need all ranks in the call, as they do in a step.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -80,8 +80,9 @@ def guard_outside(
     wrapping: Wrapping,
     observers: Observers,
     inside: Inside,
+    parameters: Collection[str],
 ) -> None:
-    """Let calls between steps be right, or say why they cannot be."""
+    """Let calls between steps be right, or say why they cannot be. `parameters`: the names of all."""
     plan = mesh.plan
     if layers.by_layers or plan.stages > 1:
         refusal = partial(_refuse, inside, f"plan '{plan}': {_call_sentence(plan)}")
@@ -96,7 +97,7 @@ def guard_outside(
         _guard_state(holders, plan, wrapping, inside)
     if absent:
         reads = AbsentReads(plan, inside)
-        mark_absent(absent, reads, wrapping)
+        mark_absent(absent, reads, wrapping, parameters)
         observers.add(reads)
 
 
@@ -159,7 +160,7 @@ def _call_sentence(plan: Plan) -> str:
     return (
         f"the model is called outside of a step, and with {axis} no rank can run all of it: ranks run its "
         "layers one after the other, each its own part; engine.evaluate(batch, measure) does, and "
-        "`with engine.whole() as model:` puts the model together on every rank"
+        "`with engine.whole() as model:` puts the model together on every rank. See docs/loops.md"
     )
 
 
@@ -199,6 +200,10 @@ class AbsentReads(StepObserver):
             "stage; return it from the layer, through the layers behind it, to the loss; or use pipeline=1"
         )
 
+    def lost_weight(self, module: nn.Module, name: str) -> "AbsentAttributeError":
+        """Return the error of a read of a parameter between steps."""
+        return AbsentAttributeError(f"{_name_of(module)}.{name}: {part_of_weights(self._plan, False)}")
+
     def call(self, module: nn.Module) -> None:
         if not self.inside:
             raise UserError(
@@ -222,6 +227,7 @@ class AbsentModule:
     """Put before the class of a module of another stage."""
 
     _echelon_reads: AbsentReads
+    _echelon_dropped: set[str]
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -243,6 +249,8 @@ class AbsentModule:
             if reads.inside and not name.startswith("__"):
                 raise reads.error(self, name) from error  # type: ignore[arg-type]  # hasattr may ask
             raise
+        if value is None and not reads.inside and name in self._echelon_dropped:
+            raise reads.lost_weight(self, name)  # type: ignore[arg-type]
         if value is not None or _leaves_nothing(self) or not reads.inside:
             return value
         return reads.read(self, name, None)  # type: ignore[arg-type]
@@ -259,11 +267,15 @@ class AbsentModule:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def mark_absent(modules: dict[str, nn.Module], reads: AbsentReads, wrapping: Wrapping) -> None:
-    """Watch these modules, which this rank does not run."""
+def mark_absent(
+    modules: dict[str, nn.Module], reads: AbsentReads, wrapping: Wrapping, parameters: Collection[str] = ()
+) -> None:
+    """Watch these modules, which this rank does not run. `parameters`: names of all that the model has."""
     for name, module in modules.items():
         kind = type(module)
-        content = {"_echelon_reads": reads, "_echelon_name": name, "__module__": kind.__module__}
+        dropped = {key for key in module._parameters if f"{name}.{key}" in parameters}
+        content = {"_echelon_reads": reads, "_echelon_name": name, "_echelon_dropped": dropped}
+        content["__module__"] = kind.__module__
         absent = type(kind.__name__, (AbsentModule, kind), content)
         wrapping.assign(module, "__class__", absent)
 
@@ -281,3 +293,108 @@ def _leaves_nothing(module: object) -> bool:
 
 def _name_of(module: nn.Module) -> str:
     return str(object.__getattribute__(module, "_echelon_name"))
+
+
+# What each plan allows between steps.
+
+
+def calls_as_one_device(plan: Plan) -> bool:
+    """Return whether a step calls the model's own forward once, with the whole batch, and nothing is computed
+    twice: then a hook or another forward does what it does without an engine."""
+    is_one = plan.ranks == 1 and plan.microbatches == 1 and plan.stages == 1
+    is_plain = plan.recompute == "none" and plan.compress == "none" and not plan.compile
+    return is_one and is_plain and not plan.offload and plan.update == "step"
+
+
+def needs_idle(plan: Plan) -> bool:
+    """Return whether anything beside the model's own parameters follows from their values."""
+    is_low = plan.precision not in ("fp32", "fp64")
+    return plan.ranks > 1 or is_low or bool(plan.offload) or not plan.flushes
+
+
+def updates_itself(plan: Plan) -> bool:
+    """Return whether `optimizer.step()` by hand is the update of one device: the optimizer has all of the
+    model's own parameters, and their gradients are those of the batch."""
+    return not needs_idle(plan) and plan.update == "step"
+
+
+def lost_gradient(plan: Plan) -> str | None:
+    """Return what to tell users of a gradient after a step, where no rank has it whole."""
+    is_part = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
+    is_gone = plan.update != "step" or "parameters" in plan.offload or plan.sync == "async"
+    if not is_gone and (plan.ranks == 1 or not is_part):
+        return None
+    return (
+        f"with plan '{plan}' no rank has it whole after a step, and the update is made already; the norm is "
+        "engine.step(…).grad_norm, and parallelize(clip=…) clips it"
+    )
+
+
+_WAITING = "engine.zero_grad() drops it, and parallelize(clip=…) clips the norm of all. See docs/loops.md"
+COPIED_GRADIENT = f"engine.update() brings it there, and drops it; {_WAITING}"
+
+
+def waiting_gradient(plan: Plan) -> str | None:
+    """Return what to tell users of a gradient that waits for its update, where one device has another."""
+    if plan.ranks > 1:
+        return f"ranks have parts of it until engine.update() sums them; {_WAITING}"
+    return f"precision=fp16 scales it until engine.update(); {_WAITING}" if plan.precision == "fp16" else None
+
+
+def adds_unseen(plan: Plan) -> bool:
+    """Return whether a backward pass of the user's own adds to gradients that wait, and no hook sees it: only
+    replicas have one (parallel/data/reducer.py)."""
+    return waiting_gradient(plan) is not None and plan.ranks == plan.tensor
+
+
+def changed_gradient_error(plan: Plan) -> str:
+    return (
+        f"gradients that wait for engine.update() were changed by hand, as loss.backward() does: with plan "
+        f"'{plan}' they are scaled, or parts that ranks have; write engine.backward(loss) of what engine(x) "
+        "returned. See docs/loops.md"
+    )
+
+
+def part_of_weights(plan: Plan, is_split: bool) -> str | None:
+    """Return what to tell users who read the values of a weight, where a rank has a part of it or of all."""
+    if plan.stages > 1:
+        part = f"with pipeline={plan.pipeline} this rank has the weights of its own stage alone"
+    elif is_split:
+        part = f"with tensor={plan.tensor} expert={plan.expert} this rank has a part of it"
+    else:
+        return None
+    return (
+        f"{part}, and its values are used outside of a module's forward; engine.weights() and "
+        "engine.full_state_dict() return whole weights, and `with engine.whole() as model:` puts the model "
+        "together. See docs/loops.md"
+    )
+
+
+def changed_weight_error(
+    plan: Plan, changed: Sequence[str], split: Sequence[str], *, is_empty: bool
+) -> str | None:
+    """Say why weights that were changed by hand cannot be taken over, if they cannot."""
+    names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    fix = (
+        "make the change before parallelize, after engine.close(), or in a checkpoint that engine.load reads"
+    )
+    if plan.sync == "async":
+        return (
+            f"{names}: changed by hand, and with sync=async the server's weights come before each step; {fix}"
+        )
+    if not plan.flushes and not is_empty:
+        return (
+            f"{names}: changed by hand while microbatches of older weights are under way "
+            f"(schedule={plan.schedule}); call engine.synchronize() before the change"
+        )
+    if plan.stages > 1:
+        return (
+            f"{names}: changed by hand, and with pipeline={plan.pipeline} a rank sees the weights of its own "
+            f"stage alone, so that the change may not be the same as on one device; {fix}"
+        )
+    if split:
+        return (
+            f"{split[0]}: changed by hand, and with tensor={plan.tensor} expert={plan.expert} this rank has "
+            f"a part of it, so that the change may not be the same as on one device; {fix}"
+        )
+    return None

@@ -1,4 +1,5 @@
-"""Snapshots of a model, taken after a step and compared before the next: its structure and its weights.
+"""Snapshots of a model, taken after a step and compared before the next: its structure, its weights and
+gradients.
 
 A snapshot reads Python objects, and no value of a tensor. Two are compared in each step; names are searched
 only where they differ.
@@ -7,10 +8,10 @@ only where they differ.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from echelon.errors import UserError
@@ -207,3 +208,43 @@ class WeightWatch:
                     f"{name} is {tuple(parameter.shape)} of {parameter.dtype} on {parameter.device} now, "
                     f"and parallelize was given {tuple(shape)} of {dtype} on {device}; give it that form"
                 )
+
+
+# Gradients that add up until an update. A backward pass of the user's own adds to them where no hook hears
+# of it; versions and addresses tell.
+
+_GRAD: Any = Tensor.grad  # the descriptor of torch's class, which lost gradients do not hide
+
+
+@final
+class GradientWatch:
+    """Sees whether gradients were changed between two calls of an engine, while they wait for an update."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._is_on, self._is_changed = False, False
+        self._state: list[tuple[int, int] | None] = []
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    @is_on.setter
+    def is_on(self, value: bool) -> None:
+        if value != self._is_on:
+            self._is_on, self._is_changed = value, False
+            self.record()
+
+    def record(self) -> None:
+        if self._is_on:
+            self._state = self._read()
+
+    def look(self) -> bool:
+        """Return whether any was changed since gradients wait."""
+        self._is_changed |= self._is_on and self._read() != self._state
+        return self._is_changed
+
+    def _read(self) -> list[tuple[int, int] | None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [_GRAD.__get__(parameter) for parameter in self._parameters]
+            return [None if each is None else (each.data_ptr(), each._version) for each in gradients]

@@ -5,6 +5,7 @@
     a weight that this rank sees a part of was changed refused
     other hooks, children, Parameter objects, forwards refused, unless the plan calls the model as one device
     a module has another training mode                 respected
+    gradients that wait for an update are others       refused
     the optimizer has other parameters, or is coupled  refused
 
 All of it is read from Python objects: no tensor and no device. Ranks decide alike, since they run the same
@@ -21,8 +22,20 @@ from torch import nn
 
 from echelon.collectives.fingerprint import fingerprint
 from echelon.collectives.mesh import Mesh
-from echelon.engine.watch.outside import Inside
-from echelon.engine.watch.snapshots import Structure, WeightWatch
+from echelon.engine.watch.outside import (
+    COPIED_GRADIENT,
+    Inside,
+    adds_unseen,
+    calls_as_one_device,
+    changed_gradient_error,
+    changed_weight_error,
+    lost_gradient,
+    needs_idle,
+    part_of_weights,
+    updates_itself,
+    waiting_gradient,
+)
+from echelon.engine.watch.snapshots import GradientWatch, Structure, WeightWatch
 from echelon.errors import UserError
 from echelon.parallel.data.batch_norm import check_worker_norms
 from echelon.parallel.data.sharing import Problem
@@ -63,14 +76,17 @@ class Watch:
         self._trained = {p: name for name, p in parameters.items()}
         self._optimizer = OptimizerWatch(update.optimizer, mesh.plan, inside)
         self._changed: dict[str, nn.Parameter] = {}  # found before the engine itself changed weights
-        self._idle = Idle(lost_gradient(mesh.plan))
+        self._gradients = GradientWatch(parameters.values() if adds_unseen(mesh.plan) else ())
+        self._idle, self._updated = Idle(lost_gradient(mesh.plan)), Idle(COPIED_GRADIENT)
         if needs_idle(mesh.plan):
             for name, parameter in parameters.items():
-                self._idle.watch(name, parameter)
+                self._idle.watch(name, parameter, part_of_weights(mesh.plan, bool(layers.shards_of(name))))
+            for parameter in self._optimizer.parameters - self._trained.keys():
+                self._updated.watch("what the optimizer updates in place of a weight", parameter)
         if not model.training:
             model.train()
         self._modes = self._read_modes()
-        self._idle.begin()
+        self._begin_idle()
 
     # What an engine calls.
 
@@ -157,21 +173,25 @@ class Watch:
 
     def hide_gradients(self, *, hidden: bool) -> None:
         """Until an update has summed gradients over ranks, `.grad` is one rank's part: to use it raises."""
-        self._idle.lost_gradient = lost_gradient(self._plan, waits=hidden)
+        waiting = waiting_gradient(self._plan) if hidden else None
+        self._idle.lost_gradient = waiting or lost_gradient(self._plan)
+        self._idle.keeps_gradients, self._updated.keeps_gradients = waiting is not None, hidden
+        self._gradients.is_on = hidden
 
     def forget(self) -> None:
         """Drop what the user has changed: a load has replaced all weights."""
         self._changed.clear()
 
     def close(self) -> None:
-        self._idle.end()
+        self._end_idle()
         self._optimizer.close()
 
     # Before and after.
 
     @contextmanager
     def _work(self, *, records_structure: bool = True, records_weights: bool = True) -> Iterator[None]:
-        self._idle.end()
+        self._gradients.look()
+        self._end_idle()
         try:
             with self.inside():
                 yield
@@ -181,12 +201,23 @@ class Watch:
                 self._optimizer.record()
             if records_weights:
                 self._weights.record()
-            self._idle.begin()
+            self._gradients.record()
+            self._begin_idle()
+
+    def _begin_idle(self) -> None:
+        self._idle.begin()
+        self._updated.begin()
+
+    def _end_idle(self) -> None:
+        self._idle.end()
+        self._updated.end()
 
     def _check(self, *, is_empty: bool) -> UserError | None:
         """Raise what ranks refuse alike; return what other ranks may not see."""
         refusal = self._check_structure()
         self._optimizer.check()
+        if self._gradients.look():
+            raise UserError(changed_gradient_error(self._plan))
         self._changed |= self._find_changed()
         changed = self._changed
         if changed:
@@ -286,6 +317,12 @@ class OptimizerWatch:
             )
 
     @property
+    def parameters(self) -> set[nn.Parameter]:
+        """Return all that it updates here."""
+        optimizers = dict.fromkeys([self._optimizer, *inner_optimizers(self._optimizer)])
+        return {p for each in optimizers for group in each.param_groups for p in group["params"]}
+
+    @property
     def is_changed(self) -> bool:
         """Return whether its groups have other parameters."""
         return self._read() != self._groups
@@ -303,7 +340,8 @@ class OptimizerWatch:
             raise UserError(
                 f"optimizer.step() outside of engine.step(): with plan '{self._plan}' gradients are summed "
                 "over ranks, scaled and brought to what the optimizer updates in engine.step(batch) alone, "
-                "which makes the update too; drop backward() and optimizer.step() from the loop"
+                "which makes the update too; drop backward() and optimizer.step() from the loop, or write "
+                "engine.backward(loss) and engine.update(). See docs/loops.md"
             )
 
 
@@ -328,72 +366,3 @@ def check_coupling(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             'once, and a rank has those of its own stage; set `needs = "element"` or `needs = "whole"` on '
             "its class if it looks at one parameter at a time, or use pipeline=1"
         )
-
-
-# What each plan allows between steps.
-
-
-def calls_as_one_device(plan: Plan) -> bool:
-    """Return whether a step calls the model's own forward once, with the whole batch, and nothing is computed
-    twice: then a hook or another forward does what it does without an engine."""
-    is_one = plan.ranks == 1 and plan.microbatches == 1 and plan.stages == 1
-    is_plain = plan.recompute == "none" and plan.compress == "none" and not plan.compile
-    return is_one and is_plain and not plan.offload and plan.update == "step"
-
-
-def needs_idle(plan: Plan) -> bool:
-    """Return whether anything beside the model's own parameters follows from their values."""
-    is_low = plan.precision not in ("fp32", "fp64")
-    return plan.ranks > 1 or is_low or bool(plan.offload) or not plan.flushes
-
-
-def updates_itself(plan: Plan) -> bool:
-    """Return whether `optimizer.step()` by hand is the update of one device: the optimizer has all of the
-    model's own parameters, and their gradients are those of the batch."""
-    return not needs_idle(plan) and plan.update == "step"
-
-
-def lost_gradient(plan: Plan, *, waits: bool = False) -> str | None:
-    """Return what to tell users of a gradient after a step, where no rank has it whole; or before its sum."""
-    if waits and plan.ranks > 1:
-        return "ranks have parts of it until engine.update() sums them; parallelize(clip=…) clips the norm"
-    is_part = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
-    is_gone = plan.update != "step" or "parameters" in plan.offload or plan.sync == "async"
-    if plan.ranks == 1 and not is_gone:
-        return None
-    if not (is_part or is_gone):
-        return None
-    return (
-        f"with plan '{plan}' no rank has it whole after a step, and the update is made already; the norm is "
-        "engine.step(…).grad_norm, and parallelize(clip=…) clips it"
-    )
-
-
-def changed_weight_error(
-    plan: Plan, changed: Sequence[str], split: Sequence[str], *, is_empty: bool
-) -> str | None:
-    """Say why weights that were changed by hand cannot be taken over, if they cannot."""
-    names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    fix = (
-        "make the change before parallelize, after engine.close(), or in a checkpoint that engine.load reads"
-    )
-    if plan.sync == "async":
-        return (
-            f"{names}: changed by hand, and with sync=async the server's weights come before each step; {fix}"
-        )
-    if not plan.flushes and not is_empty:
-        return (
-            f"{names}: changed by hand while microbatches of older weights are under way "
-            f"(schedule={plan.schedule}); call engine.synchronize() before the change"
-        )
-    if plan.stages > 1:
-        return (
-            f"{names}: changed by hand, and with pipeline={plan.pipeline} a rank sees the weights of its own "
-            f"stage alone, so that the change may not be the same as on one device; {fix}"
-        )
-    if split:
-        return (
-            f"{split[0]}: changed by hand, and with tensor={plan.tensor} expert={plan.expert} this rank has "
-            f"a part of it, so that the change may not be the same as on one device; {fix}"
-        )
-    return None

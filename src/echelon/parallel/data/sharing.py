@@ -43,8 +43,9 @@ class Problem(Enum):
     )
     UNEVEN_COUNTS = (
         "the losses of several batches add up to one update, and what they counted was not known before "
-        "their backward passes, so that each was divided by something else than its count. Let the loss "
-        "return a mean, or echelon.Sum(total) of losses that you have divided, or call update after each"
+        "their backward passes, so that each was divided by something else than its count, or had the loss "
+        "scale of another engine. Let the loss return a mean, or echelon.Sum(total) of losses that you have "
+        "divided, or call update after each, or give all engines one loss_scale"
     )
     DIFFERENT_CHANGE = (
         "weights, their hooks or training modes were changed by hand between two steps, and not alike on "

@@ -165,7 +165,7 @@ class AsyncUpdate(Update):
         self._gradients.start_step()
         self._is_empty = False
 
-    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:  # noqa: ARG002 (none has any)
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None, *, own: int | None = 0) -> None:  # noqa: ARG002 (there is one row)
         """The server sums: a worker has its own numbers alone."""
         total, count, scaled = HostCopy(
             tally

@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from echelon.parallel.data.zero.weight_access import (
     IdleParameter,
     LostGradient,
     NewWeights,
+    PartParameter,
     ResidentWeights,
     end_idle,
     gradient_between_steps,
@@ -279,6 +281,77 @@ def test_an_engine_that_is_gone_is_not_idle() -> None:
     del idle
     assert not is_idle(parameter)
     assert parameter.grad is None
+
+
+def test_a_gradient_that_waits_is_not_replaced_and_another_may_be_dropped() -> None:
+    idle, parameter = watched("lost")
+    idle.begin()
+    assert parameter.grad is not None
+    parameter.grad.requires_grad_(False).zero_()
+    assert type(parameter.grad.to(torch.float16)) is LostGradient, "lost in every type"
+    parameter.grad = None
+    idle.keeps_gradients = True
+    for change in (lambda: setattr(parameter, "grad", None), lambda: parameter.grad.zero_()):
+        with pytest.raises(UserError, match="the gradient of w: lost"):
+            change()
+    parameter.__class__ = FreedParameter  # type: ignore[assignment]
+    with pytest.raises(UserError, match="the gradient of w: lost"):
+        parameter.grad = None
+    parameter.__class__ = IdleParameter  # type: ignore[assignment]
+    idle.end()
+    parameter.grad = torch.ones(2, 3)
+
+
+def test_threads_of_the_engine_see_gradients_and_parts_as_they_are() -> None:
+    idle, parameter = part()
+    idle.lost_gradient = "lost"
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append((parameter.grad, parameter.sum().tolist())))
+    thread.start()
+    thread.join()
+    assert seen == [(None, 6.0)]
+
+
+def part() -> tuple[Idle, nn.Parameter]:
+    idle, parameter = Idle(), nn.Parameter(torch.ones(3, 2))
+    idle.watch("w", parameter, "a part")
+    idle.begin()
+    return idle, parameter
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p.norm(),
+        lambda p: p.data,
+        lambda p: p.numel(),
+        lambda p: nn.init.zeros_(p),
+        lambda p: torch.stack([p]),
+        copy.deepcopy,
+        pickle.dumps,
+    ],
+)
+def test_values_of_a_part_are_refused_outside_of_modules(read: Callable[[nn.Parameter], object]) -> None:
+    idle, parameter = part()
+    assert type(parameter) is PartParameter
+    with pytest.raises(UserError, match="w: a part"):
+        read(parameter)
+    assert parameter.shape == (3, 2)
+    idle.end()
+    read(parameter)
+
+
+def test_modules_compute_with_parts_forward_and_back_and_may_be_converted() -> None:
+    _idle, parameter = part()
+    linear = nn.Linear(2, 3, bias=False)
+    linear.weight = parameter
+    linear(torch.ones(1, 2)).sum().backward()
+    linear.cpu()
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.ones(3, 2))
+    end_idle([parameter])
+    assert type(parameter) is nn.Parameter
+    assert idle_kind(parameter, nn.Parameter) is PartParameter, "the engine is between steps"
 
 
 # New weights on their way: whoever uses one first waits for it.

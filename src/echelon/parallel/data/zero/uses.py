@@ -173,6 +173,7 @@ class UnitUses:
     def finish_backward(self) -> None:
         for use in self._in_backward:
             self._hooks.end_backward(use)
+            use.over = False  # another pass may go through a graph that is retained
         self._in_backward = []
 
     def end_reduced(self, flat: FlatUnit, later: Sequence[FlatUnit]) -> None:

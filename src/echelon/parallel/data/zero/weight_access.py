@@ -3,15 +3,17 @@
     during a step     nn.Parameter       as the user made it
     between steps     IdleParameter      `.data` shares its version counter, so that a write through it is
                                          seen, and `.grad` raises where no rank has it whole
+                      PartParameter      a part of a weight or of a model: only modules read its values
     freed             FreedParameter     has no values here: any function of torch that reads it asks its
                                          owner first, which gathers the weight, waits for it, or raises
 
 torch's own `.data` has a version counter of its own: a clamp of `weight.data` leaves no trace. Of a freed
-weight, shape, type, device and gradient can be read at any time. Autograd's own reads do not come by here:
-the version of a freed weight is another than the one that it has saved.
+weight, shape, type, device and gradient can be read at any time. Autograd's own reads do not come by here.
 """
 
 import copy
+import sys
+import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, cast, final
@@ -19,6 +21,8 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,12 +43,16 @@ class Idle:
     def __init__(self, lost_gradient: str | None = None) -> None:
         """`lost_gradient`: what to tell those who use a gradient, where ranks keep parts of them."""
         self.lost_gradient, self.is_idle = lost_gradient, False
+        self.keeps_gradients = False  # which wait for an update
+        self.thread = threading.get_ident()  # the user's: others, of engines, see parameters as they are
         self._parameters: list[nn.Parameter] = []
 
-    def watch(self, name: str, parameter: nn.Parameter) -> None:
+    def watch(self, name: str, parameter: nn.Parameter, part: str | None = None) -> None:
+        """`part`: what to tell those who read its values, where these are a part of something."""
         # A type of another library has attributes of its own.
         if type(parameter) is nn.Parameter or type(parameter).__module__.startswith("echelon."):
-            _watched[parameter] = _Watched(ref(self), name)
+            kind = IdleParameter if part is None else PartParameter
+            _watched[parameter] = _Watched(ref(self), name, kind, part)
             self._parameters.append(parameter)
 
     def begin(self) -> None:
@@ -52,7 +60,7 @@ class Idle:
         self.is_idle = True
         for parameter in self._parameters:
             if parameter.__class__ is nn.Parameter:
-                parameter.__class__ = IdleParameter
+                parameter.__class__ = _watched[parameter].kind
 
     def end(self) -> None:
         """A step begins, or the engine closes."""
@@ -63,12 +71,21 @@ class Idle:
 class _Watched(NamedTuple):
     engine: "ref[Idle]"  # which has the parameter, and may be gone
     name: str
+    kind: type[nn.Parameter]
+    part: str | None
 
     @property
     def idle(self) -> Idle | None:
         """Its engine's, if that is between two steps."""
         idle = self.engine()
         return idle if idle is not None and idle.is_idle else None
+
+    @property
+    def guard(self) -> Idle | None:
+        """The same, where the user reads it: not a thread of the engine, and not a tracer."""
+        idle = self.idle
+        is_user = idle is not None and idle.thread == threading.get_ident()
+        return idle if is_user and TracingContext.try_get() is None else None
 
 
 _watched: MutableMapping[Tensor, _Watched] = WeakIdKeyDictionary()
@@ -91,7 +108,7 @@ class IdleParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        _replace_gradient(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -100,7 +117,7 @@ class IdleParameter(nn.Parameter):
 
 
 def idle_kind(parameter: nn.Parameter, kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    return IdleParameter if kind is nn.Parameter and is_idle(parameter) else kind
+    return _watched[parameter].kind if kind is nn.Parameter and is_idle(parameter) else kind
 
 
 def is_idle(parameter: Tensor) -> bool:
@@ -112,8 +129,8 @@ def is_idle(parameter: Tensor) -> bool:
 def end_idle(parameters: Iterable[nn.Parameter]) -> None:
     """Another engine takes them, as the user made them."""
     for parameter in parameters:
-        if type(parameter) is IdleParameter:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        if type(parameter) in (IdleParameter, PartParameter):
+            parameter.__class__ = nn.Parameter
 
 
 def gradient_between_steps(parameter: Tensor) -> Tensor | None:
@@ -121,29 +138,94 @@ def gradient_between_steps(parameter: Tensor) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRAD.__get__(parameter)
         watched = _watched.get(parameter)
-        idle = None if watched is None else watched.idle
+        idle = None if watched is None else watched.guard
         if watched is None or idle is None or idle.lost_gradient is None or not parameter.requires_grad:
             return gradient
-        lost = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(LostGradient)
-        lost.text = f"the gradient of {watched.name}: {idle.lost_gradient}"
-        return lost
+        zeros = parameter.detach().new_zeros(()).expand(parameter.shape)
+        return _lost(zeros, f"the gradient of {watched.name}: {idle.lost_gradient}", not idle.keeps_gradients)
+
+
+def _replace_gradient(parameter: Tensor, value: Tensor | None) -> None:
+    """Set its gradient, unless that of before waits for an update: ranks would not see it."""
+    watched = _watched.get(parameter)
+    idle = None if watched is None else watched.guard
+    with torch._C.DisableTorchFunctionSubclass():
+        if watched is not None and idle is not None and idle.keeps_gradients and parameter.requires_grad:
+            raise UserError(f"the gradient of {watched.name}: {idle.lost_gradient}")
+        _GRAD.__set__(parameter, value)
 
 
 @final
 class LostGradient(Tensor):
-    """In place of a gradient that no rank has: to compute with it raises an error that says so."""
+    """In place of a gradient that no rank has: to compute with it raises. If it does not wait, drop it."""
 
     text: str
+    may_be_dropped: bool
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "__set__", "size", "dim", "numel", "stride"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        lost = next(leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
-        raise UserError(lost.text)
+        name = getattr(func, "__name__", "")
+        lost = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
+        if name in _DROPS and lost.may_be_dropped:
+            return lost
+        if name not in _QUESTIONS | _CONVERSIONS:
+            raise UserError(lost.text)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return _lost(result, lost.text, lost.may_be_dropped) if name in _CONVERSIONS else result
+
+
+def _lost(tensor: Tensor, text: str, may_be_dropped: bool) -> LostGradient:
+    lost = tensor.as_subclass(LostGradient)
+    lost.text, lost.may_be_dropped = text, may_be_dropped
+    return lost
+
+
+_DROPS = {"zero_", "_foreach_zero_", "detach_", "requires_grad_"}
+_QUESTIONS = {"__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
+_QUESTIONS.add("_has_compatible_shallow_copy_type")
+_CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
+
+
+class PartParameter(IdleParameter):
+    """A parameter between two steps that is a part of a weight, or whose rank has a part of the weights."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("numel", "nelement"):
+            for leaf in tree_leaves((args, kwargs)):
+                if type(leaf) is cls:
+                    _check_part(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _check_part(self)
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _check_part(self)
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+# Modules that are called or converted, and functions of their backward passes.
+_MODULE_CODE = {each.__code__ for each in (nn.Module._call_impl, nn.Module._apply, BackwardCFunction.apply)}
+
+
+def _check_part(parameter: PartParameter) -> None:
+    """Refuse a read of values outside of modules and the engine, which know how to compute with parts."""
+    watched, frame = _watched[parameter], cast(Any, sys._getframe(1))
+    while frame.f_globals is globals():
+        frame = frame.f_back
+    is_engine = frame.f_globals.get("__name__", "").startswith("echelon.")
+    while frame is not None and frame.f_code not in _MODULE_CODE:
+        frame = frame.f_back
+    if frame is None and not is_engine and watched.guard is not None:
+        raise UserError(f"{watched.name}: {watched.part}")
 
 
 class FreedParameter(nn.Parameter):
@@ -155,6 +237,8 @@ class FreedParameter(nn.Parameter):
     ) -> Any:
         if func == _GET_GRADIENT:
             return gradient_between_steps(args[0])
+        if func == _SET_GRADIENT:
+            return _replace_gradient(*args)
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -232,7 +316,7 @@ def _functions_without_values() -> set[Callable[..., Any]]:
 
 
 _WITHOUT_VALUES = _functions_without_values()
-_GET_DATA, _GET_GRADIENT = (descriptor.__get__ for descriptor in cast(Any, (Tensor.data, Tensor.grad)))
+_GET_DATA, _GET_GRADIENT, _SET_GRADIENT = _DATA.__get__, _GRAD.__get__, _GRAD.__set__
 
 
 # New weights of a rank that holds whole parameters, on their way from the host: waited for when first used.
