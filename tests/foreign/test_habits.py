@@ -89,6 +89,7 @@ def check(names: list[str], plan: str, warm_ranks: Any) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow_cases("data=2 zero=1", "data=2 zero=2")
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_habit_is_right_or_refused(plan: str, warm_ranks: Any) -> None:
     check(QUICK, plan, warm_ranks)
