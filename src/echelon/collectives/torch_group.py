@@ -210,7 +210,8 @@ class TorchGroup(Group):
     def _side(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream where completions of this group's collectives are recorded, and receives begin.
 
-        torch hands out the same 32 streams of a priority again and again: it has another than the backend's.
+        torch hands out the same 32 streams of a priority again and again. One of the other priority than the
+        backend's is none on which something is sent.
         """
         if device not in self._side_streams:
             priority = 0 if self._backend(device.type).has_urgent_streams else -1

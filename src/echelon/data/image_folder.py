@@ -51,12 +51,16 @@ def check_image(path: Path, side: int) -> None:
     with _opened(path) as image:
         _check_mode(image)
         _check_shape(image)
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
-            tells = image.format == "PNG" or (image.format == "JPEG" and _JPEG_END in file.read())
+        tells = image.format == "PNG" or (image.format == "JPEG" and _JPEG_END in _tail(path))
         image.verify()
     if not tells:
         decode_image(path, side)
+
+
+def _tail(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        return file.read()
 
 
 @contextmanager

@@ -82,11 +82,12 @@ class Batches:
         subject = f"the {self.split} batches of corpus '{self.corpus.name}'"
         raise_errors(subject, _argument_errors(self))
         needed = self.batch * self.sequence + 1
-        short = (
-            f"the {self.split} split has {self.tokens:,} tokens; one batch ({self.batch} × {self.sequence} "
-            f"+ 1) needs {needed:,}: {_length_fix(self, needed)}"
-        )
-        raise_errors(subject, [short] if self.windows < self.batch else [])
+        if self.windows < self.batch:
+            short = (
+                f"the {self.split} split has {self.tokens:,} tokens; one batch ({self.batch} × "
+                f"{self.sequence} + 1) needs {needed:,}: {_length_fix(self, needed)}"
+            )
+            raise_errors(subject, [short])
 
     @property
     def tokens(self) -> int:

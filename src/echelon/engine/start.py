@@ -1,6 +1,6 @@
 """The start of a training: the model on its device, in its type, and the same on every rank.
 
-A model without memory is split first, and filled part by part: see deferred_start.py.
+A model without memory is split first, and filled part by part.
 """
 
 import weakref

@@ -37,9 +37,7 @@ def agree(
     outcome, local_error = _run(report, rank)
     store.set(f"report-{rank}", outcome)
     if rank == 0 and local_error is None:
-        outcome, local_error = _run(
-            lambda: decide([_read_report(store, each) for each in range(ranks)]), rank
-        )
+        outcome, local_error = _run(lambda: decide(_read_reports(store, ranks)), rank)
     if rank == 0:
         store.set("decision", outcome)
     poll_file(store, "decision")
@@ -86,10 +84,16 @@ def poll_file(store: Store, key: str) -> None:
 
 def _read_report(store: Store, rank: int) -> Any:
     poll_file(store, f"report-{rank}")
-    report = json.loads(store.get(f"report-{rank}"))
-    if "value" not in report:
-        raise _error_of(report)
-    return report["value"]
+    return json.loads(store.get(f"report-{rank}"))
+
+
+def _read_reports(store: Store, ranks: int) -> list[Any]:
+    """Wait for the reports of all ranks, also where one has failed: others may still be at work."""
+    reports = [_read_report(store, rank) for rank in range(ranks)]
+    for report in reports:
+        if "value" not in report:
+            raise _error_of(report)
+    return [report["value"] for report in reports]
 
 
 def _error_of(outcome: dict[str, Any]) -> Exception:

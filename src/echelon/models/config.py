@@ -69,9 +69,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         families = get_args(Family)
-        guess = did_you_mean(str(self.family), families)
-        errors = [
-            *([] if self.family in families else [f"family={self.family!r}: is not a model family{guess}"]),
+        errors = []
+        if self.family not in families:
+            guess = did_you_mean(str(self.family), families)
+            errors.append(f"family={self.family!r}: is not a model family{guess}")
+        errors += [
             *value_errors(self, "count", "layers", "width", "heads", "vocab", "sequence"),
             *value_errors(self, "count", *(name for name in _OPTIONAL if getattr(self, name) is not None)),
             *value_errors(self, "number", "norm_epsilon", "rope_theta"),

@@ -267,13 +267,21 @@ class LayerSharding:
         """Around a forward pass: layers know the true length of the sequence, and what all may ask for."""
         if true_length is None and not shared and self._hidden_padding is None:
             return scope()  # the view stays as it is
+        return self._in_view(true_length, shared, scope)
 
-        @contextmanager
-        def in_view() -> Iterator[None]:
-            with self.view.seeing(true_length, shared), scope():
+    @contextmanager
+    def _in_view(
+        self,
+        true_length: int | None,
+        shared: Mapping[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[None]:
+        self.view.true_length, self.view.shared = true_length, shared
+        try:
+            with scope():
                 yield
-
-        return in_view()
+        finally:
+            self.view.true_length, self.view.shared = None, {}
 
     # Dropout and gates.
 

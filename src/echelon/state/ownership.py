@@ -115,10 +115,8 @@ def own_run(run: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
 
 
 def own_counter(part: str, value: float | Tensor) -> OwnedSlice:
-    """Place a number of the engine's own: an integer as such, any other in float64."""
-    number = torch.as_tensor(value)
-    number = number.double() if number.is_floating_point() else number
-    return OwnedSlice(Slice(ENGINE, part, (), (), ()), number)
+    """Place a number of the engine's own."""
+    return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
 
 
 class StateNames(NamedTuple):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
 from echelon.launching import TRAINING_MODULES, join, preload
 from echelon.launching.torchrun import is_under_torchrun
-from echelon.launching.watch.watchdog import when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain
@@ -47,6 +46,8 @@ def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = F
 
 def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -> dict[str, Any]:
     """Under torchrun rank 0 keeps the logbook; the others only train."""
+    from echelon.launching.watch.watchdog import when_ended  # loaded by ranks that join, and by no others
+
     join()
     launch = list(agree_on_every_rank(_agent, lambda agents: sorted(set(agents))))  # the agents of all ranks
     runs: list[Run] = []

@@ -150,11 +150,13 @@ def average_bytes(local: Iterable[LocalParameter]) -> int:
 
 def move(averages: Sequence[Tensor], weights: Sequence[Tensor], rate: float, skip: Flag) -> None:
     """Move averages towards weights by `rate` of the difference, unless `skip`."""
+    if not isinstance(skip, Tensor) and skip:
+        return
 
     def by_element(averages: list[Tensor], weights: list[Tensor]) -> None:
         if isinstance(skip, Tensor):
             move_on_device(averages, weights, rate, skip)
-        elif not skip:
+        else:
             torch._foreach_lerp_(averages, weights, rate)
 
     pairs = list(zip(averages, weights, strict=True))

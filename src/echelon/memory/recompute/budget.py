@@ -5,10 +5,10 @@
     layers     [0   1] [2   3] [4]  5   6   7     kept: 3 inputs + 3 × 17 = 54
                         └───┴── computed again:         2 inputs + 33     = 35, layers 4 … 7 are gone
 
-The model of bytes and seconds is in budget_model.py. The choice is a shortest path over layers: a step keeps
-the next layer, or puts a run of the next layers into a segment. A label is a set of steps that end at the
-same layer; of labels with about the same bytes only the fastest goes on. Every label has its exact bytes, so
-a choice is never larger than it seems; it is the best one up to 1 / `_LEVELS` of the budget.
+The choice is a shortest path over layers: a step keeps the next layer, or puts a run of the next layers into
+a segment. A label is a set of steps that end at the same layer; of labels with about the same bytes only the
+fastest goes on. Every label has its exact bytes, so a choice is never larger than it seems; it is the best
+one up to 1 / `_LEVELS` of the budget.
 
 Whether a segment fits depends on what the layers behind it keep, which is not known when it is chosen (but
 in the one microbatch that is in its backward pass: that has let go of them). So the total is bounded first,

@@ -218,7 +218,8 @@ def _part(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _compare(tensor: Tensor, group: Group) -> tuple[bool, bool]:
-    """Return whether all ranks have the same tensor, and all its elements are equal. All ranks call it."""
+    """Return whether all ranks have the same tensor, and all its elements are equal. Reads the device; all
+    ranks must call it."""
     form = zlib.crc32(f"{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}".encode())
     own = torch.cat([device_fingerprint(tensor), torch.tensor([form], device=tensor.device)])
     is_same = (gather_rows(own, group, "checks") == own).all()

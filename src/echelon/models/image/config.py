@@ -5,6 +5,7 @@ has one (`image_size`, `id2label`, `dtype`). A preset is only an `ImageConfig`; 
 `dataclasses.replace(image_preset("vgg16"), classes=10)`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class ImageConfig:
         errors += value_errors(self, "count", "classes", "image_size", "divisor")
         errors += value_errors(self, "fraction", "dropout")
         names = self.class_names
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if not errors and names and len(names) != self.classes:
             errors.append(
                 f"classes={self.classes} class_names: has {len(names)} names; give one for each class"

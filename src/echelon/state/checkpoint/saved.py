@@ -57,7 +57,7 @@ class SavedState:
 
     @classmethod
     def open(cls, path: str | Path) -> "SavedState":
-        """Read the manifest, and compare sizes, with `verify` hashes. Errors name the file."""
+        """Read the manifest, and compare the sizes of files (hashes: `verify`). Errors name the file."""
         files = files_at(path)
         saved = cls(files, *_read_manifest(files.file(MANIFEST, MOST_BYTES)))
         for name, record in saved.manifest.files.items():

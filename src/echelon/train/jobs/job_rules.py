@@ -1,6 +1,6 @@
 """The rules of a job. All errors are reported at once.
 
-Those of its model and data are in language_rules.py and image_rules.py.
+Those of its model and data are in task_rules.py.
 """
 
 import dataclasses

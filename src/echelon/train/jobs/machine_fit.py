@@ -7,7 +7,6 @@ cannot run.
 
 import dataclasses
 import os
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -172,9 +171,12 @@ def _fix(job: Job, config: ModelConfig | ImageConfig, plan: Plan, free: float) -
     """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
     for zero in range(plan.zero + 1, 4) if plan.pipeline != AUTO else ():
-        with suppress(UserError):  # of a plan that cannot have it
-            if _needed(job, config, dataclasses.replace(plan, zero=zero)).total <= free:
-                return f"add zero={zero} to the plan, which shards them"
+        try:
+            sharded = dataclasses.replace(plan, zero=zero)
+        except UserError:  # the plan cannot have it
+            continue
+        if _needed(job, config, sharded).total <= free:
+            return f"add zero={zero} to the plan, which shards them"
     if isinstance(config, ModelConfig):
         sizes = {name: preset(name).num_parameters for name in presets()}
     else:

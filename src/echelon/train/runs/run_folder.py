@@ -67,13 +67,15 @@ class RunFolder:
             path = out / (stem if number == 1 else f"{stem}-{number}")
             with explain_os_errors(path), suppress(FileExistsError):
                 path.mkdir()
-                folder = cls(path, made)
-                folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
-                return folder
-        raise UserError(
-            f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
-            "choose another name with --set name=NAME"
-        )
+                break
+        else:
+            raise UserError(
+                f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
+                "choose another name with --set name=NAME"
+            )
+        folder = cls(path, made)
+        folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
+        return folder
 
     def note(self, kind: str, **values: Any) -> None:
         """Add to the events of the run."""

@@ -1,7 +1,7 @@
 """The server: authoritative weights, the only optimizer, the version, and the log of how it came about.
 
 It is a monitor: any thread may call any method, for any worker, and each holds the one lock while it acts.
-Who calls it, and how requests come from other ranks, is in port.py and connection.py.
+Who calls it, and how requests come from other ranks, is in port.py.
 
     pull         waits until the worker may start its step, then copies the weights out
     push         one update of this gradient; with staleness 0 one of the whole round's, once they are here

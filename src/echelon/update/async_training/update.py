@@ -111,6 +111,7 @@ class AsyncUpdate(Update):
     """Workers along a group; the process of replica 0 hosts the server beside its worker.
 
     `ranks` are the world's numbers of this group's. `schedule`: version → factor of the learning rate.
+    `stepper`: how the server updates.
     """
 
     def __init__(
@@ -223,7 +224,10 @@ class AsyncUpdate(Update):
         if self.loss_scaling is None:
             return []
         whose = f"of worker {self._group.rank}"
-        return [own_counter(f"{name} {whose}", each) for name, each in self.loss_scaling.counters().items()]
+        counters = self.loss_scaling.counters()
+        return [
+            own_counter(f"{name} {whose}", torch.as_tensor(each).double()) for name, each in counters.items()
+        ]
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         return [] if self._host is None else self._host.updated_tensors()

@@ -55,7 +55,8 @@ class HostStepper(LocalStepper):
         delay: bool = False,
         in_backward: bool = False,
     ) -> None:
-        """`units`: local parameters, as a forward pass uses them. `in_backward`: each is updated there."""
+        """`units`: all local parameters, in the order in which a forward pass uses them. `in_backward`: they
+        are updated one after the other in the backward pass."""
         self._units, self._twins, self._boundary, self._worker = units, twins, boundary, worker
         super().__init__(make, parameters, [each for unit in units for each in unit])
         self._delay, self._in_backward = delay, in_backward

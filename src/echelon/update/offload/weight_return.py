@@ -155,13 +155,14 @@ class KeptWeights:
     def _copy(self, *, back: bool) -> None:
         """Copy weights to where they are kept, or back."""
         copies = []
+        for twin in self._kept():  # all copies of a device begin before the host's threads are waited for
+            kept, weights = self._views[twin.local.tensor], twin.local.tensor.detach()
+            if twin.host_run is None:
+                begun = self._boundary.fetch(weights, kept) if back else self._boundary.store(kept, weights)
+                copies.append(begun)
         for twin in self._kept():
-            kept, weights, run = self._views[twin.local.tensor], twin.local.tensor.detach(), twin.host_run
-            if run is None and back:
-                copies.append(self._boundary.fetch(weights, kept))
-            elif run is None:
-                copies.append(self._boundary.store(kept, weights))
-            else:
+            kept, run = self._views[twin.local.tensor], twin.host_run
+            if run is not None:
                 run.join()
                 target, source = (run.memory, kept) if back else (kept, run.memory)
                 target.copy_(source)

@@ -97,7 +97,8 @@ class Stepper(ABC):
 
     @abstractmethod
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
-        """Take a parameter's state and master from a checkpoint, which has its weight. Talks to no one."""
+        """Take the state of a parameter, whose weight is loaded already, and its master from a checkpoint;
+        what there was is gone. Talks to no one."""
 
     def changed(self) -> list[LocalParameter]:
         """Return weights from the host that the user has changed since the last update."""
@@ -105,7 +106,8 @@ class Stepper(ABC):
 
     def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
         # are updated themselves)
-        """The user has changed these weights: their masters follow, where they differ. Talks to no one."""
+        """Between two updates: the user has changed these weights. Their masters or copies follow, in the
+        elements that are others now. Talks to no one."""
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         """Return the tensors that the optimizer updates on this rank, each with the name of its parameter."""
