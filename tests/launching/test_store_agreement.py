@@ -197,3 +197,25 @@ def test_each_start_has_a_part_of_its_own(late: int | None) -> None:
 def test_a_rank_that_does_not_come_is_an_error() -> None:
     with pytest.raises(PeerLost, match="2 ranks did not all start"):
         fresh_store(HashStore(), 0, 2, timedelta(seconds=0.1))
+
+
+def test_rank_0_decides_when_all_have_reported_though_one_has_failed() -> None:
+    """What follows an error may remove files that another rank still writes."""
+    done = []
+
+    def work(rank: int) -> object:
+        if rank == 1:
+            raise UserError("no space left")
+        time.sleep(0.3 if rank == 2 else 0)
+        done.append(rank)
+        return rank
+
+    def error_of(store: Store, rank: int) -> set[int]:
+        with pytest.raises(UserError, match="no space left"):
+            agree(store, rank, RANKS, partial(work, rank), len)
+        return set(done)
+
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert list(pool.map(partial(error_of, store), range(RANKS))) == [{0, 2}] * RANKS

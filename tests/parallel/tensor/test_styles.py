@@ -109,3 +109,10 @@ def test_only_lines_of_the_user_can_be_unused() -> None:
 
 
 # Shards: the part that a rank takes, and where it lies in the whole.
+
+
+def test_the_table_of_our_models_knows_no_module_that_was_added() -> None:
+    """`blocks.0.adapter.down` is no matrix of an MLP, though it has the name of one."""
+    styles = Styles(GPT(), TABLES["GPT"])
+    assert styles.of("blocks.0.mlp.shared.expert.down") == Style("row")
+    assert styles.of("blocks.0.adapter.down") is None
