@@ -152,9 +152,9 @@ def keep_the_scale(engine: Engine) -> None:
     """The update is of gradients of the scaled loss."""
     norm = engine._update.norm
 
-    def scaled(tally: torch.Tensor, gates: Any) -> None:
+    def scaled(tally: torch.Tensor, gates: Any, **options: Any) -> None:
         tally[2] *= float(engine._update.loss_scale)
-        norm(tally, gates)
+        norm(tally, gates, **options)
 
     engine._update.norm = scaled  # type: ignore[method-assign]
 

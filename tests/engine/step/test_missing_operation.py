@@ -34,10 +34,12 @@ def refusal(plan: str) -> tuple[str, bool]:
     """What a step says, and whether it left the weights."""
     trained = model()
     engine = parallelize(trained, plan, optimizer=sgd, loss=mean_loss)
-    before = [p.detach().clone() for p in trained.parameters()]
+    with engine._watch.own_work():
+        before = [p.detach().clone() for p in trained.parameters()]
     with pytest.raises(UserError) as caught:
         engine.step(engine.local(vectors(0)))
-    unchanged = all(torch.equal(*pair) for pair in zip(before, trained.parameters(), strict=True))
+    with engine._watch.own_work():
+        unchanged = all(torch.equal(*pair) for pair in zip(before, trained.parameters(), strict=True))
     return str(caught.value), unchanged
 
 

@@ -19,7 +19,7 @@ loss scale, which is a part of n.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -308,6 +308,9 @@ class ExpertLoads(Mapping[str, ExpertLoad]):
 
     def __repr__(self) -> str:
         return repr(self._loads)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the numbers, and not the gates
+        return dict, (self._loads,)
 
 
 @final

@@ -157,7 +157,8 @@ def versions_alive(plan: str, steps: int) -> tuple[int, int, int, dict[str, int]
     reported = engine.memory().peak
     engine.synchronize()
     drained = sum(not instruction.expired() for instruction in memories.values())
-    whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    with engine._watch.own_work():
+        whole = sum(p.nbytes for p in engine.module.parameters())
     return most, drained, whole, reported
 
 
