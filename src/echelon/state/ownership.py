@@ -114,9 +114,9 @@ def own_run(run: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
     return [OwnedSlice(box, piece.view(box.sizes)) for box, piece in zip(slices, pieces, strict=True)]
 
 
-def own_counter(part: str, value: float | Tensor) -> OwnedSlice:
+def own_counter(part: str, value: float | Tensor, dtype: torch.dtype = torch.float64) -> OwnedSlice:
     """Place a number of the engine's own."""
-    return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
+    return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value).to(dtype))
 
 
 class StateNames(NamedTuple):

@@ -216,7 +216,7 @@ class AsyncUpdate(Update):
             return self._owned_scale()
         parameters = self._gradients.parameter_set.parameters
         frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
-        version = own_counter("version", self._host.server.version)
+        version = own_counter("version", self._host.server.version, torch.int64)
         weights = [*self._host.owned(), *(OwnedSlice(whole_slice(name, p), p) for name, p in frozen)]
         return [*weights, version, *self._owned_scale()]
 
@@ -225,9 +225,7 @@ class AsyncUpdate(Update):
             return []
         whose = f"of worker {self._group.rank}"
         counters = self.loss_scaling.counters()
-        return [
-            own_counter(f"{name} {whose}", torch.as_tensor(each).double()) for name, each in counters.items()
-        ]
+        return [own_counter(f"{name} {whose}", each) for name, each in counters.items()]
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         return [] if self._host is None else self._host.updated_tensors()
