@@ -276,7 +276,7 @@ def test_boxes_of_a_whole_tensor_and_of_a_run() -> None:
 
 
 def test_counters_are_owned_as_float64() -> None:
-    assert own_counter("version", 3).tensor.dtype == torch.int64
+    assert own_counter("version", 3, torch.int64).tensor.dtype == torch.int64
     for value in (3.0, torch.tensor(3.0)):
         owned = own_counter("steps", value)
         assert isinstance(owned, OwnedSlice)
