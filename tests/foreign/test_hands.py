@@ -47,7 +47,11 @@ def expected(name: str, plan: str) -> str | None:
         if hides:
             return "during a step" if name == "state dict loaded" else "has no values on this rank"
         if "pipeline" in plan:
-            return "load_state_dict()" if name == "state dict loaded" else "changed by hand"
+            return (
+                "load_state_dict()"
+                if name == "state dict loaded"
+                else "this rank has the weights of its own stage"
+            )
         return None
     if name == "moments by parameter":
         moved = "zero" in plan or "offload" in plan
