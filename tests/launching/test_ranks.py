@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,3 +339,23 @@ def test_a_function_that_cannot_be_sent_starts_nothing(monkeypatch: pytest.Monke
 def test_importing_the_launcher_imports_no_torch() -> None:
     code = "import sys, echelon.launching; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_second_interrupt_before_ranks_are_ended_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the first one is handled, and none is deferred yet."""
+    deferred, left = ranks_module.deferred_interrupts, iter(range(2))
+
+    def interrupted(most: int) -> AbstractContextManager[None]:
+        if next(left, None) is not None:
+            raise KeyboardInterrupt
+        return deferred(most)
+
+    ranks = Ranks(1)
+    (pid,) = ranks.run(os.getpid)
+    monkeypatch.setattr(ranks_module, "deferred_interrupts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.kill()
+    assert next(left, None) is None
+    assert not ranks._is_open
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -48,6 +48,7 @@ OnMessage = Callable[[int, Any], None]
 
 _START_SECONDS = 120.0  # every rank imports the main module, and gives no sign of life meanwhile
 _LONGEST_FOLDER = 107 - len("/listener-12345678")  # of a socket's path, by the kernel's limit
+_KILLS = 3  # tries to end ranks, of which Ctrl-C may interrupt the first
 _GRACE_SECONDS = 0.5  # after the first failure, for the root cause to arrive
 
 
@@ -122,8 +123,18 @@ class Ranks:
 
     def kill(self) -> None:
         """End the ranks, whatever they do; may be called twice."""
-        with deferred_interrupts(10):  # an impatient user presses a button several times
-            self._end(partial(kill_all, at_once=self._kills_at_once))
+        interrupt = None
+        for _ in range(_KILLS):
+            try:
+                with deferred_interrupts(10):  # an impatient user presses a button several times
+                    self._end(partial(kill_all, at_once=self._kills_at_once))
+                break
+            except KeyboardInterrupt as error:  # deferred; or it came before it could be
+                interrupt = error
+                if not self._is_open:
+                    break
+        if interrupt is not None:
+            raise interrupt
 
     def send_signal(self, number: int) -> None:
         """Send a signal to every rank, but to nothing that ranks have started."""
