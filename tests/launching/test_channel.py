@@ -161,17 +161,22 @@ def test_the_rest_is_passed_on_at_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.stdout.getvalue() == "bye"  # type: ignore[attr-defined]
 
 
-def test_a_rank_writes_each_line_at_once_and_so_does_what_it_starts() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_rank_writes_each_line_at_once_and_so_does_what_it_starts(unbuffered: str) -> None:
     program = """
 import os, sys
 from multiprocessing import Pipe
-from echelon.launching.channel import redirect_output
+from echelon.launching.channel import redirect_output, write_whole_lines
 reader, writer = Pipe(duplex=False)
 redirect_output({"stdout": writer})
-print("a line")
+write_whole_lines()
+print("a", "line")
 first = os.read(reader.fileno(), 100)
 os.system("echo a child")
 sys.stderr.write(repr([first, os.read(reader.fileno(), 100)]))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=env
+    )
     assert (done.stdout, done.stderr) == ("", repr([b"a line\n", b"a child\n"]))

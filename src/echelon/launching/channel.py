@@ -183,8 +183,14 @@ class RankOutput:
 
 
 def redirect_output(writers: Mapping[str, Connection]) -> None:
-    """In a rank: write to these pipes instead, line by line; what the rank starts does so too."""
+    """In a rank: write to these pipes instead; what the rank starts does so too."""
     for name, writer in writers.items():
         os.dup2(writer.fileno(), _DESCRIPTORS[name])
         writer.close()
-        getattr(sys, name).reconfigure(line_buffering=True)
+
+
+def write_whole_lines() -> None:
+    """In a rank: write each line at once, also under PYTHONUNBUFFERED: lines of several ranks do not mix."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)

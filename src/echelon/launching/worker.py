@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from echelon.launching.channel import STOP, Answer, Channel, open_channel, redirect_output
+from echelon.launching.channel import STOP, Answer, Channel, open_channel, redirect_output, write_whole_lines
 from echelon.launching.packing import pack, unpack
 from echelon.launching.watch import failure, pulse
 
@@ -51,6 +51,7 @@ def main(config: RankConfig, connection: Connection, outputs: Mapping[str, Conne
     """Run one rank until the parent asks it to stop. It reports a failure, and then the parent ends it."""
     end_with_parent((config.folder, config.server_folder))
     redirect_output(outputs)
+    write_whole_lines()
     channel = open_channel(connection)
     try:
         _set_up_process(config)
