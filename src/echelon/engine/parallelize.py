@@ -27,6 +27,7 @@ from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
+from echelon.nn.head.wrapper import DeferredHead, find_head
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.called_stage import connect_stages
@@ -119,6 +120,7 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
     """Wrap the layers of this rank's stages as the plan says, in this order from the inside outward; returns
     the memory savers that are to see its steps."""
     observers = Observers()
+    defer_logits(local, mesh.plan, layers, wrapping)
     compile_layers(local.stages.values(), mesh.plan, wrapping)
     accumulate_gradients(local, mesh.plan, wrapping)
     compress_layers(list(local.stages.values()), mesh, wrapping, observers)
@@ -126,3 +128,11 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
     offload_activations(local, mesh, wrapping, observers)
     connect_stages(local, wrapping, observers)
     return observers
+
+
+def defer_logits(local: LocalStages, plan: Plan, layers: LayerSharding, wrapping: Wrapping) -> None:
+    """Let the logits of the last stage wait for the loss, which computes them in chunks if it can."""
+    last = local.stages.get(len(local.program.placement) - 1)
+    head = None if last is None else find_head(last.module)
+    if head is not None:
+        wrapping.wrap(DeferredHead(head, layers.deferral, compiled=plan.compile))

@@ -135,7 +135,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart) -> Tensor:
         counted = targets != IGNORED_TARGET
-        _check(targets, ~counted, part.vocabulary)
+        check_targets(targets, ~counted, part.vocabulary)
         columns = targets - part.begin
         is_here = (columns >= 0) & (columns < logits.shape[1])
         columns = columns.masked_fill(~is_here, 0)
@@ -163,7 +163,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result, None, None
 
 
-def _check(targets: Tensor, ignored: Tensor, vocabulary: int) -> None:
+def check_targets(targets: Tensor, ignored: Tensor, vocabulary: int) -> None:
     """Refuse targets outside of the vocabulary. On a GPU the check runs there: the host does not wait."""
     is_right = ((targets >= 0) & (targets < vocabulary) | ignored).all()
     message = f"a target is not in the vocabulary of {vocabulary}"

@@ -26,6 +26,7 @@ STACK = (
     "accumulate",
     "compress",
     "compile",
+    "head",
     "recompute",
     "offload",
     "sequence",

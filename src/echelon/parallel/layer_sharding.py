@@ -20,6 +20,7 @@ from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
+from echelon.nn.head.wrapper import Deferral
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
@@ -62,6 +63,7 @@ class LogitsChoice:
     """Whether a pass needs all logits, though the engine's own loss takes parts of the vocabulary."""
 
     are_joined: bool = False
+    are_seen: bool = False  # not by the loss alone
 
 
 class LayerSharding:
@@ -90,7 +92,7 @@ class LayerSharding:
         self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
         # Whether the last layer returns this rank's part of the vocabulary, for a loss of parts.
         self.has_split_logits = self.loss is not self.whole_loss
-        self.logits = LogitsChoice()
+        self.logits, self.deferral = LogitsChoice(), Deferral()
         self._place_dropout(model, before)
         self._padding = Padding(mesh.plan, self._context.rank)
         self.view = self._make_view()  # of layers on a sequence
@@ -133,9 +135,6 @@ class LayerSharding:
     @contextmanager
     def using(self, loss: Loss | None, *, whole_logits: bool = False) -> Iterator[None]:
         """Inside, passes compute this loss, if any. `whole_logits`: others look at the output too."""
-        if loss is None and not (whole_logits and self.has_split_logits):
-            yield
-            return
         own = self.user_loss, self.whole_loss, self.loss, self._ignores
         if loss is not None:
             self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[self._mesh.plan.precision])
@@ -143,11 +142,21 @@ class LayerSharding:
         self.loss = self.whole_loss if is_whole else self._loss(self.user_loss)
         self._ignores = split_loss(self.user_loss) is not None
         self.logits.are_joined = self.has_split_logits and self.loss is self.whole_loss
+        self.logits.are_seen = whole_logits
         try:
             yield
         finally:
             self.user_loss, self.whole_loss, self.loss, self._ignores = own
-            self.logits.are_joined = False
+            self.logits.are_joined = self.logits.are_seen = False
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Inside is a forward pass whose output goes to the loss: logits may wait for it."""
+        self.deferral.is_allowed = not self.logits.are_seen
+        try:
+            yield
+        finally:
+            self.deferral.is_allowed = False
 
     @property
     def counts_loss(self) -> bool:

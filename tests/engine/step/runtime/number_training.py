@@ -5,6 +5,7 @@ written down, so a message that meets the wrong receive is found too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -85,6 +86,7 @@ class GradientSums(StepObserver):
     """An UpdateRuntime that adds up the gradients, and leaves the weights as they are; the losses, too."""
 
     are_counted = True
+    deferring = staticmethod(nullcontext)
 
     def __init__(
         self, modules: Mapping[int, Scale], replicas: Group, everyone: Group, *, forwards_first: bool

@@ -121,6 +121,10 @@ class Losses:
         # Whether losses are this rank's to count: those along `tensor` compute the same.
         self.are_counted = layers.counts_loss
 
+    def deferring(self) -> AbstractContextManager[None]:
+        """Around the forward of the last stage: logits may wait for the loss."""
+        return self._layers.deferring()
+
     def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss:
         targets: LocalTargets = microbatch.targets
         with self._observers.around("around_loss", forward):

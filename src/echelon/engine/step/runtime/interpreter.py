@@ -33,6 +33,7 @@ class LossFunction(Protocol):
     are_counted: bool  # whether losses are this rank's to count: others may have computed the same
 
     def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss: ...
+    def deferring(self) -> AbstractContextManager[None]: ...
 
 
 class UpdateRuntime(Protocol):
@@ -158,9 +159,10 @@ class Interpreter:
             self._weights(instruction),
             self._watch_hooks(flight),
         ):
-            with self._observers.around("around_layers", forward):
-                output = self._stages[instruction.stage].forward(value)
             last = instruction.stage == self._script.program.stages - 1
+            defers = self._losses.deferring() if last else nullcontext()
+            with self._observers.around("around_layers", forward), defers:
+                output = self._stages[instruction.stage].forward(value)
             result = self._losses.of(output, microbatch, forward) if last else None
         if result is not None:
             flight.leave_with_loss(self._count(instruction, result))

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import UserError
+from echelon.nn.head.deferred import awaited_weight
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import Unit
@@ -81,7 +82,8 @@ class UseHooks:
             # The hook holds the use, and not the tensor: that would keep the graph, and so itself, alive.
             if tensor.requires_grad and not tensor.is_leaf:
                 consumers = self._consumers.setdefault(tensor, [])
-                tensor.register_hook(lambda _, consumers=consumers: self._begin_backward(use, consumers))
+                with torch._C.DisableTorchFunctionSubclass():  # logits that wait would be computed for a hook
+                    tensor.register_hook(lambda _, consumers=consumers: self._begin_backward(use, consumers))
         self._leave(use)
 
     def _begin_backward(self, use: Use, consumers: list[Use]) -> None:
@@ -130,6 +132,7 @@ class UnitUses:
         self._flats, self._residency, self._agreement = flats, residency, agreement
         self._needs = [unit.needs for unit in units]
         self._unit_of = {flat: index for index, unit in enumerate(flats) for flat in unit}
+        self._flat_of = {parameter: flat for flat in self._unit_of for _, parameter in flat.parameters}
         self._in_backward: list[Use] = []  # uses whose backward pass has begun
         self._in_pass = False
         # Torch calls hooks in the order in which they were set: these come before those of the reducer, which
@@ -223,9 +226,13 @@ class UnitUses:
         self._residency.leave(use.unit)
 
     def _hold_returned(self, use: Use, tensor: Tensor) -> None:
-        """A module has returned `tensor`: if it is a weight, or a view of one, the weight is still needed."""
+        """A module has returned `tensor`: if it is a weight, or a view of one, or logits that wait for the
+        loss, the weight is still needed."""
         if tensor.layout != torch.strided:  # has no storage, and is no view of a weight
             return
+        awaited = awaited_weight(tensor)
+        if awaited is not None and awaited in self._flat_of:
+            self._residency.hold(self._unit_of[self._flat_of[awaited]])
         storage = tensor.untyped_storage()._cdata
         for need in self._needs[use.unit]:
             if any(flat.flat.untyped_storage()._cdata == storage for flat in self._flats[need]):

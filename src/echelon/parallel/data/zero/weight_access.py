@@ -15,7 +15,6 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from types import GetSetDescriptorType
 from typing import Any, NamedTuple, cast, final
 from weakref import WeakMethod, ref
 
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import UserError
+from echelon.nn.autograd.attributes import FUNCTIONS_WITHOUT_VALUES
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import ParameterSet
@@ -196,7 +196,7 @@ class PartParameter(IdleParameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func not in _WITHOUT_VALUES or getattr(func, "__name__", "") in ("numel", "nelement"):
+        if func not in FUNCTIONS_WITHOUT_VALUES or getattr(func, "__name__", "") in ("numel", "nelement"):
             for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) is cls:
                     _check_part(leaf)
@@ -239,7 +239,7 @@ class FreedParameter(nn.Parameter):
             return gradient_between_steps(args[0])
         if func == _SET_GRADIENT:
             return _replace_gradient(*args)
-        if func in _WITHOUT_VALUES:
+        if func in FUNCTIONS_WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _read(func, args, kwargs or {})
@@ -297,25 +297,6 @@ def _make_whole(parameter: FreedParameter) -> None:
     assert type(parameter) is not FreedParameter, f"{name} is not whole"
 
 
-def _functions_without_values() -> set[Callable[..., Any]]:
-    """Return functions that read no values: those of all attributes but tensors of the values."""
-    values = {"data", "T", "H", "mT", "mH", "real", "imag"}
-    functions: set[Callable[..., Any]] = set()
-    for name, attribute in vars(torch._C.TensorBase).items():
-        if isinstance(attribute, GetSetDescriptorType) and name not in values:
-            functions |= {attribute.__get__, attribute.__set__, attribute.__delete__}
-    methods = (
-        "dim ndimension size numel nelement stride storage_offset element_size untyped_storage get_device "
-        "is_contiguous is_pinned is_floating_point is_complex is_signed is_inference requires_grad_ "
-        "register_hook register_post_accumulate_grad_hook __len__ new_empty new_zeros new_ones new_full"
-    )
-    functions |= {getattr(Tensor, name) for name in methods.split()}
-    makers = "empty_like zeros_like ones_like full_like rand_like randn_like"
-    questions = "numel is_floating_point is_complex"
-    return functions | {getattr(torch, name) for name in f"{makers} {questions}".split()}
-
-
-_WITHOUT_VALUES = _functions_without_values()
 _GET_DATA, _GET_GRADIENT, _SET_GRADIENT = _DATA.__get__, _GRAD.__get__, _GRAD.__set__
 
 

@@ -1,0 +1,103 @@
+"""The cross-entropy of hidden states times a matrix, and its gradients, in chunks of tokens.
+
+    chunk      logits = h Wᵀ + b           the only logits that there are
+               loss   = log Σ exp(l) − l[y]
+               g      = softmax(l), less 1 at y, in place of the logits
+               dh     = g W
+               dW    += gᵀ h               in float32
+
+Gradients are made in the forward pass, while logits are at hand, for a loss whose own gradient is 1. The
+backward pass multiplies them by the true one, so what the loss is divided by may be known later.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.nn.losses import check_targets
+from echelon.nn.triton_support import has_triton
+
+# Elements of a chunk's logits, and tokens of the smallest one: with fewer, products are slow.
+_ELEMENTS, _LEAST_TOKENS = 1 << 29, 1024
+_CPU_ELEMENTS, _CPU_LEAST_TOKENS = 1 << 22, 64
+
+
+class Wanted(NamedTuple):
+    """Which gradients are needed."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class HeadGradients(NamedTuple):
+    """Of a loss whose own gradient is 1; those of weight and bias in float32."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignored: int, wanted: Wanted
+) -> tuple[Tensor, HeadGradients]:
+    """Return the sum of losses in float32 of hidden [tokens, width] against targets [tokens], and gradients.
+
+    The weight is [vocabulary, width], all of it below float32. Tokens whose target is `ignored` have no loss.
+    """
+    check_targets(targets, targets == ignored, len(weight))
+    losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    gradients = HeadGradients(
+        torch.empty_like(hidden) if wanted.hidden else None,
+        torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted.weight else None,
+        torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted.bias else None,
+    )
+    for chunk in _chunks(len(hidden), len(weight), on_cpu=hidden.is_cpu):
+        rows = hidden[chunk]
+        logits = F.linear(rows, weight, bias)
+        _lose(logits, targets[chunk], ignored, losses[chunk], with_gradient=any(wanted))
+        _add_gradients(gradients, chunk, logits, rows, weight)
+    return losses.sum(), gradients
+
+
+def _chunks(tokens: int, columns: int, *, on_cpu: bool) -> Iterator[slice]:
+    elements, least = (_CPU_ELEMENTS, _CPU_LEAST_TOKENS) if on_cpu else (_ELEMENTS, _LEAST_TOKENS)
+    # A power of two: products of such sizes are the fast ones.
+    size = max(least, 1 << (max(1, elements // columns).bit_length() - 1))
+    return (slice(begin, begin + size) for begin in range(0, tokens, size))
+
+
+def _lose(logits: Tensor, targets: Tensor, ignored: int, losses: Tensor, *, with_gradient: bool) -> None:
+    """Write the losses, and the gradient of their sum in place of the logits."""
+    if logits.is_cuda and has_triton():
+        from echelon.nn.head.cross_entropy_kernel import lose
+
+        lose(logits, targets, ignored, losses, with_gradient=with_gradient)
+        return
+    counted = targets != ignored
+    columns = targets.masked_fill(~counted, 0)[:, None]
+    precise = logits.float()
+    log_sums = precise.logsumexp(1, keepdim=True)
+    losses.copy_((log_sums - precise.gather(1, columns))[:, 0].masked_fill(~counted, 0))
+    if with_gradient:
+        softmax = precise.sub_(log_sums).exp_()
+        softmax.scatter_add_(1, columns, -torch.ones_like(log_sums))
+        logits.copy_(softmax.masked_fill_(~counted[:, None], 0))
+
+
+def _add_gradients(
+    gradients: HeadGradients, chunk: slice, logits_gradient: Tensor, rows: Tensor, weight: Tensor
+) -> None:
+    if gradients.hidden is not None:
+        torch.mm(logits_gradient, weight, out=gradients.hidden[chunk])
+    if gradients.weight is not None:
+        if rows.is_cuda:
+            total = gradients.weight
+            torch.addmm(total, logits_gradient.T, rows, out_dtype=torch.float32, out=total)
+        else:
+            gradients.weight.addmm_(logits_gradient.T.float(), rows.float())
+    if gradients.bias is not None:
+        gradients.bias.add_(logits_gradient.sum(0, dtype=torch.float32))

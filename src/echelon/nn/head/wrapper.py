@@ -1,0 +1,68 @@
+"""The head of a model: its logits wait for the loss (deferred.py) where nothing else reads them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.nn.head.deferred import defer
+from echelon.nn.wrapping import Wrapper, has_entry, replaced_forward
+
+# Columns from which logits are large beside the hidden states: the head is a vocabulary, not some classes.
+_LEAST_COLUMNS = 1024
+_LOW = (
+    torch.bfloat16,
+    torch.float16,
+)  # in float32 and float64 losses are those of plain torch to the last bit
+
+
+@dataclass
+class Deferral:
+    """Whether logits may wait now: in a forward pass whose output goes to the loss, and to nothing else."""
+
+    is_allowed: bool = False
+
+
+@final
+class DeferredHead(Wrapper):
+    """The last linear layer of a model below float32."""
+
+    entry = "head"
+
+    def __init__(self, module: nn.Module, deferral: Deferral, *, compiled: bool) -> None:
+        """`compiled`: the layer that it is in is. The logits that wait stay outside of its graph."""
+        super().__init__(module)
+        self._deferral, self._compiled = deferral, compiled
+        self._call: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call is None:
+            self._call = torch.compiler.disable(self._run) if self._compiled else self._run
+        return self._call(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._deferral.is_allowed and not kwargs and len(args) == 1 and self._suits(args[0]):
+            return defer(args[0], self.module.weight, self.module.bias)  # type: ignore[arg-type]
+        return self.inner(*args, **kwargs)
+
+    def _suits(self, hidden: Any) -> bool:
+        weight: Any = self.module.weight
+        is_plain = type(hidden) is Tensor and hidden.dim() > 1 and hidden.numel() > 0
+        if not is_plain or hidden.dtype not in _LOW or hidden.dtype != weight.dtype:
+            return False
+        return not torch.is_autocast_enabled(hidden.device.type)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call": None}
+
+
+def find_head(module: nn.Module) -> nn.Linear | None:
+    """Return the last linear layer of a module, if it has a vocabulary of outputs and its class's forward."""
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    head = linears[-1] if linears else None
+    if head is None or head.out_features < _LEAST_COLUMNS or type(head).forward is not nn.Linear.forward:
+        return None
+    is_changed = replaced_forward(head) is not None or has_entry(head, "tensor")
+    return None if is_changed else head
