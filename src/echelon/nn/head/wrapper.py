@@ -35,11 +35,13 @@ class DeferredHead(Wrapper):
         """`compiled`: the layer that it is in is. The logits that wait stay outside of its graph."""
         super().__init__(module)
         self._deferral, self._compiled = deferral, compiled
-        self._call: Callable[..., Any] | None = None
+        self._call = self._make_call()
+
+    def _make_call(self) -> Callable[..., Any]:
+        # Made before a graph is recorded: what is assigned in the middle of one is assigned too late.
+        return torch.compiler.disable(self._run) if self._compiled else self._run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._call is None:
-            self._call = torch.compiler.disable(self._run) if self._compiled else self._run
         return self._call(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +58,10 @@ class DeferredHead(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_call": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._call = self._make_call()
 
 
 def find_head(module: nn.Module) -> nn.Linear | None:
