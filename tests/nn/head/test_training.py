@@ -1,0 +1,104 @@
+"""Trainings in bf16 whose logits are never whole, and the same with whole logits; models of others too."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.engine import parallelize
+from echelon.launching import Ranks
+from echelon.models import ModelConfig, build, cross_entropy
+from echelon.nn.head import wrapper
+from echelon.nn.head.deferred import _Computed, _FusedLoss
+
+VOCABULARY = 1100
+
+
+def gpt() -> nn.Module:
+    return build(ModelConfig("gpt", layers=2, width=16, heads=2, vocab=VOCABULARY, sequence=8, tied=True))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes))
+
+
+def capped(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what a fused loss knows nothing."""
+    logits = 30 * torch.tanh(output.flatten(0, -2) / 30)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+
+def batch(model: str) -> Any:
+    tokens = torch.randint(0, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
+    labels = tokens.masked_fill(tokens % 5 == 0, -100)
+    if model == "llama":
+        return {"input_ids": tokens[:, :8], "labels": labels[:, :8]}
+    return tokens[:, :-1], labels[:, 1:]
+
+
+def train(plan: str, model: str) -> tuple[list[float], dict[str, Tensor], int, int]:
+    """Losses of steps and of an evaluation, weights, and how many losses were fused and logits computed."""
+    torch.manual_seed(0)
+    loss = {"gpt": cross_entropy, "llama": None, "capped": capped}[model]
+    with (
+        patch.object(_FusedLoss, "forward", wraps=_FusedLoss.forward) as fused,
+        patch.object(_Computed, "forward", wraps=_Computed.forward) as computed,
+        parallelize(
+            llama() if model == "llama" else gpt(),
+            f"precision=bf16 {plan}",
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=loss,
+        ) as engine,
+    ):
+        losses = [engine.step(engine.local(batch(model))).loss for _ in range(3)]
+        losses.append(engine.evaluate(engine.local(batch(model))).loss)
+        weights = engine.full_state_dict()
+        return losses, weights, fused.call_count, computed.call_count
+
+
+def check(plan: str, model: str) -> None:
+    """Runs in every rank."""
+    losses, weights, fused, computed = train(plan, model)
+    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+        expected, right, *calls = train(plan, model)
+    assert calls == [0, 0]
+    assert (fused > 0) or (computed > 0) or "pipeline" in plan
+    assert (computed > 0) <= (model == "capped")
+    assert losses == pytest.approx(expected, abs=2e-3)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.float(), right[name].float(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
+@pytest.mark.parametrize("plan", ["", "microbatches=2 recompute=full"])
+def test_one_rank(plan: str, model: str) -> None:
+    check(plan, model)
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
+@pytest.mark.parametrize(
+    "plan", ["data=2 zero=3 microbatches=2", "pipeline=2 schedule=zero-bubble microbatches=2"]
+)
+def test_two_ranks(plan: str, model: str, warm_ranks: Callable[[int], Ranks]) -> None:
+    warm_ranks(2).run(check, plan, model)
+
+
+def test_outputs_that_others_see_are_logits() -> None:
+    torch.manual_seed(0)
+    with parallelize(
+        gpt(), "precision=bf16", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=cross_entropy
+    ) as engine:
+        predicted = engine.predict(batch("gpt"))
+        assert type(predicted) is Tensor
+        assert bool(predicted.isfinite().all())
+        accuracy = engine.evaluate(
+            batch("gpt"), lambda output, targets: (output.argmax(-1) == targets).float().mean()
+        )
+        assert accuracy.loss == pytest.approx(engine.evaluate(batch("gpt")).loss, abs=1e-3)
