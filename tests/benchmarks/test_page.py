@@ -59,6 +59,7 @@ def test_a_result_of_the_sources_of_now_is_not_stale(folder: Path) -> None:
 
 def test_parts_of_a_bench_follow_it_and_other_records_do_not(folder: Path) -> None:
     save(RESULT, folder / "part").rename(folder / "step-large.json")
-    save(dataclasses.replace(RESULT, name="nccl"), folder)
+    other = dataclasses.replace(RESULT, name="nccl")
+    save(other, folder).rename(folder / "step-nccl.json")
     heads = [line for line in page.sections(folder).splitlines() if line.startswith("### ")]
     assert heads == ["### step", "### step-large"]
