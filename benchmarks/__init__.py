@@ -10,6 +10,7 @@ from benchmarks.catalog import Bench, benches, run, runnable
 from benchmarks.compare import Row, Spread
 from benchmarks.render import render
 from benchmarks.result import Result, place_errors, save
+from benchmarks.targets import missed
 
 __all__ = [
     "Bench",
@@ -17,6 +18,7 @@ __all__ = [
     "Row",
     "Spread",
     "benches",
+    "missed",
     "place_errors",
     "render",
     "run",

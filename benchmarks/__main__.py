@@ -35,8 +35,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def bench(
     name: Name = None, out: Out = None, quick: Quick = False, only: Only = "", as_json: Json = False
 ) -> None:
-    """Measure, side by side with the peers that are installed."""
-    from benchmarks import benches, place_errors, render, run, runnable, save
+    """Measure, side by side with the peers that are installed. Exits with 1 when a target is missed."""
+    from benchmarks import benches, missed, place_errors, render, run, runnable, save
 
     names = runnable(quick) if name is None else [name]
     errors = [] if out is None else place_errors(Path(out), names)
@@ -50,7 +50,7 @@ def bench(
         errors.append("bench starts its own ranks: run it without torchrun")
     raise_errors("python -m benchmarks", errors)
     screen = console(as_json)
-    results = []
+    results, sentences = [], []
     for bench_name in names:
         with screen.status(f"measuring {bench_name} …"):
             result = run(bench_name, quick=quick, only=only)
@@ -58,8 +58,16 @@ def bench(
         if out is not None:
             save(result, Path(out))
         results.append(result.to_dict())
+        if not quick:  # its figures mean nothing
+            sentences += [
+                f"{bench_name}: {each}" for each in missed(bench_name, result.rows, partial=bool(only))
+            ]
     if as_json:
-        print_json({"results": results})
+        print_json({"results": results, "missed": sentences})
+    for sentence in sentences:
+        print(f"target missed: {sentence}", file=sys.stderr)
+    if sentences:
+        raise typer.Exit(1)
 
 
 def run_words(words: list[str], *, process_ends: bool = False) -> int:

@@ -1,5 +1,6 @@
 """The benches by name, and `run`. A bench takes `quick` and returns (settings, rows); see bench files."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks import (
 )
 from benchmarks.compare import Row
 from benchmarks.result import Result, make_result
+from benchmarks.sources import hashes
 from echelon.errors import UserError, did_you_mean
 
 _NEED_GPU = (
@@ -100,6 +102,7 @@ def run(name: str, *, quick: bool = False, only: str = "") -> Result:
         )
     if only and name not in _TAKES_ONLY:
         raise UserError(f"bench {name} has no part to choose with --only; {', '.join(_TAKES_ONLY)} have")
+    sources = hashes(name, sys.modules[available[name].__module__])
     settings, rows = available[name](quick, only) if only else available[name](quick)
     command = f"python -m benchmarks {name}{' --quick' if quick else ''}{f' --only {only!r}' if only else ''}"
-    return make_result(name, command, settings, rows)
+    return make_result(name, command, settings, rows, sources)

@@ -98,6 +98,7 @@ def _deepspeed_step(config: ModelConfig, *, stage: int) -> Step:
     settings = {
         "train_micro_batch_size_per_gpu": 1,  # only scales what DeepSpeed logs
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # by default it clips at a norm of 1
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,14 +20,15 @@ from typing import Any
 import torch
 
 import echelon
-from benchmarks.compare import Row
+from benchmarks.compare import Row, Spread
 from echelon import hardware
 from echelon.errors import UserError
 
 
 @dataclass(frozen=True)
 class Result:
-    """`commit` is None outside a checkout, and ends in -dirty if files were changed since."""
+    """`commit` is None outside a checkout, and ends in -dirty if files were changed since. `sources` are the
+    hashes of what was measured, by path; results of before there were any have none."""
 
     name: str
     command: str
@@ -37,13 +38,20 @@ class Result:
     hardware: dict[str, Any]
     settings: dict[str, Any]
     rows: tuple[Row, ...]
+    sources: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return dataclasses.asdict(self)
 
 
-def make_result(name: str, command: str, settings: dict[str, Any], rows: Iterable[Row]) -> Result:
+def make_result(
+    name: str,
+    command: str,
+    settings: dict[str, Any],
+    rows: Iterable[Row],
+    sources: dict[str, str] | None = None,
+) -> Result:
     """The rows with everything needed to measure them again."""
     return Result(
         name=name,
@@ -54,7 +62,17 @@ def make_result(name: str, command: str, settings: dict[str, Any], rows: Iterabl
         hardware=_hardware(),
         settings=settings,
         rows=tuple(rows),
+        sources=sources or {},
     )
+
+
+def read(path: Path) -> Result:
+    """A result as `save` has written it; of records with more, this part."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    spreads = ("seconds", "ratio")
+    rows = [Row(**row | {name: Spread(**row[name]) for name in spreads}) for row in data["rows"]]
+    known = [each.name for each in dataclasses.fields(Result)]
+    return Result(**{name: data[name] for name in known if name in data} | {"rows": tuple(rows)})
 
 
 def save(result: Result, folder: Path) -> Path:

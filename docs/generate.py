@@ -4,7 +4,9 @@
     python docs/generate.py --run runs/a     also the loss curve of that run
 
 Numbers come from benchmarks/results/NAME.json alone (`python -m benchmarks NAME --out benchmarks/results`).
-Each region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is replaced from its file.
+Those of benches are all in docs/benchmarks.md, between `<!-- benches: PART -->` and `<!-- end benches -->`.
+Records of tests are on the pages that explain them, between `<!-- results: NAME -->` and
+`<!-- end results -->`.
 The tables of a plan's fields and rules, between `<!-- plan: NAME -->` and `<!-- end plan -->`, come from the
 descriptions in `echelon.plan`.
 """
@@ -17,6 +19,7 @@ import math
 import re
 import shutil
 import struct
+import sys
 import zlib
 from collections.abc import Sequence
 from html import escape
@@ -33,7 +36,7 @@ from echelon.plan import ASYNCHRONOUS_SCHEDULES, FIELDS, Plan
 from echelon.plan.plan import RULES
 from echelon.program import Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
-from echelon.quantities import heading, show_figure, show_seconds
+from echelon.quantities import heading, show_figure
 from echelon.train.charts import Series, line_chart
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,12 +91,14 @@ def pictures() -> dict[str, str]:
 # --- tables of measured numbers -----------------------------------------------------------------------
 
 _REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
+_BENCHES_REGION = re.compile(r"(<!-- benches: (\w+) -->\n).*?(<!-- end benches -->)", re.DOTALL)
 _PLAN_REGION = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- end plan -->)", re.DOTALL)
 
 
 def with_results(text: str) -> str:
     """The page with every region of results, and of a plan's description, replaced."""
     text = _PLAN_REGION.sub(lambda region: region[1] + _table(PLAN_TABLES[region[2]]()) + region[3], text)
+    text = _BENCHES_REGION.sub(lambda region: region[1] + bench_table(region[2]) + region[3], text)
     return _REGION.sub(lambda region: region[1] + results_table(region[2]) + region[3], text)
 
 
@@ -125,21 +130,23 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
 
 
+def bench_table(part: str) -> str:
+    """A part of docs/benchmarks.md."""
+    if str(ROOT) not in sys.path:  # no package installs the benchmarks
+        sys.path.insert(0, str(ROOT))
+    from benchmarks import page
+
+    return {"overview": page.overview, "sections": page.sections}[part]()
+
+
 def results_table(name: str) -> str:
-    """The rows of a result file as a table, and below it where they come from; of tests, the counts."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return f"Not measured yet: `python -m benchmarks {name} --out benchmarks/results`\n"
-    result = json.loads(path.read_text(encoding="utf-8"))
+    """The settings of a record (the counts of tests) as a table, and below it where they come from."""
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     if "cells" in result:
         return _matrix(result)
-    rows = result["rows"]
-    extras = list(dict.fromkeys(extra for row in rows for extra in row["extras"]))
-    heads = ["case", "contender", "time", "ratio to baseline", *map(heading, extras)]
-    if not rows:
-        heads = [heading(name) for name in result["settings"]]
-    lines = [heads, ["---" if column < 2 else "---:" for column in range(len(heads))]]
-    lines += [_cells(row, extras) for row in rows] or [list(starmap(_setting, result["settings"].items()))]
+    lines = [[heading(name) for name in result["settings"]]]
+    lines += [["---" if column < 2 else "---:" for column in range(len(lines[0]))]]
+    lines += [list(starmap(_setting, result["settings"].items()))]
     return f"{_table(lines)}{_origin(result)}\n\n"
 
 
@@ -184,31 +191,10 @@ def _setting(name: str, value: Any) -> str:
     return show_figure(name, value) if name.endswith(("_bytes", "_seconds")) else str(value)
 
 
-def _cells(row: dict[str, Any], extras: Sequence[str]) -> list[str]:
-    ratio = row["ratio"]
-    spread = f"{ratio['median']:.2f} ({ratio['low']:.2f} … {ratio['high']:.2f})"
-    return [
-        row["case"],
-        row["contender"],
-        show_seconds(row["seconds"]["median"]),
-        "baseline" if row["contender"] == row["baseline"] else spread,
-        *(show_figure(extra, row["extras"][extra]) if extra in row["extras"] else "" for extra in extras),
-    ]
-
-
-def _command(result: dict[str, Any]) -> str:
-    """As it is called today: results of earlier versions say `echelon bench`."""
-    return str(result["command"]).replace("echelon bench", "python -m benchmarks")
-
-
 def _origin(result: dict[str, Any]) -> str:
     hardware = result["hardware"]
     machine = ", ".join([f"{hardware['cores']} cores of {hardware['cpu']}", *hardware["gpus"]])
-    measured = ": medians; ratios paired by round, with quartiles" if result["rows"] else ""
-    return (
-        f"*`{_command(result)}`{measured}. {machine}, "
-        f"torch {result['versions']['torch']}, {result['date'][:10]}.*"
-    )
+    return f"*`{result['command']}`. {machine}, torch {result['versions']['torch']}, {result['date'][:10]}.*"
 
 
 # --- drawing ------------------------------------------------------------------------------------------

@@ -105,6 +105,13 @@ def test_tables_of_numbers_are_those_of_the_result_files(page: Path) -> None:
     assert generate.with_results(text) == text, "run: python docs/generate.py"
 
 
+def test_the_benchmark_page_is_made_of_all_results() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert re.findall(r"<!-- benches: (\w+) -->", text) == ["overview", "sections"]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in generate.RESULTS.glob("*.json")]
+    assert text.count("\n### ") == sum(record["name"] in benches() for record in records)
+
+
 def test_pictures_are_those_of_the_script() -> None:
     for name, picture in generate.pictures().items():
         drawn = (generate.PICTURES / name).read_text(encoding="utf-8")
@@ -133,23 +140,20 @@ def test_a_matrix_has_a_table_by_group_and_numbered_reasons() -> None:
 
 
 def test_a_region_of_results_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spread = {"low": 1.0, "median": 2.0, "high": 3.0}
-    row = {"case": "c", "contender": "a", "baseline": "b", "seconds": spread, "ratio": spread}
     result = {
-        "command": "python -m benchmarks toy",
+        "command": "python -m tests.toy",
         "date": "2030-01-01T00:00:00+00:00",
         "versions": {"torch": "9"},
         "hardware": {"cores": 2, "cpu": "Some CPU", "gpus": []},
-        "rows": [{**row, "extras": {"peak_bytes": 2048}}],
+        "settings": {"passed": 3, "peak_bytes": 2048},
     }
     (tmp_path / "toy.json").write_text(json.dumps(result))
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
     text = generate.with_results("a\n<!-- results: toy -->\nold\n<!-- end results -->\nz\n")
-    assert "| c | a | 2.00 s | 2.00 (1.00 … 3.00) | 2.0 KiB |\n" in text
+    assert "| passed | peak |\n| --- | --- |\n| 3 | 2.0 KiB |\n" in text
+    assert "*`python -m tests.toy`. 2 cores of Some CPU, torch 9, 2030-01-01.*\n" in text
     assert "old" not in text
     assert generate.with_results(text) == text
-    missing = generate.with_results("<!-- results: none -->\n<!-- end results -->")
-    assert "Not measured yet" in missing
 
 
 # --- what the pages say is true -----------------------------------------------------------------------

@@ -42,6 +42,7 @@ def test_a_result_names_the_command_that_makes_it_again() -> None:
 
     assert (result.name, result.command) == ("collectives", "python -m benchmarks collectives --quick")
     assert result.settings["rounds"] == 3
+    assert "src/echelon/collectives" in result.sources
     assert len(result.rows) == 8
 
 

@@ -53,7 +53,7 @@ def failing_step(config: ModelConfig) -> replicas.Step:
     raise RuntimeError("this peer needs a driver")
 
 
-# A peer that leaves its replicas apart: its losses differ from the second step on, like DeepSpeed 0.19.8's.
+# A peer that leaves its replicas apart: its losses differ from the second step on.
 APART = Peer("DeepSpeed stage 1", 1, "json", replicas.compute_only_step)
 BROKEN = Peer("DeepSpeed stage 2", 2, "json", failing_step)
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import NAMES, run_words
+from benchmarks.targets import Target
 
 import benchmarks
-from benchmarks import Result, Row, Spread
+from benchmarks import Result, Row, Spread, targets
 
 RAN: list[tuple[str, bool]] = []
 
@@ -33,6 +34,7 @@ def fake_run(name: str, *, quick: bool = False, only: str = "") -> Result:
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     RAN.clear()
     monkeypatch.setattr(benchmarks, "run", fake_run)
+    monkeypatch.setattr(targets, "TARGETS", {"step": (Target(2.0, "a promise"),)})
 
 
 def test_one_bench_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -74,6 +76,21 @@ def test_a_disk_that_fails_afterwards_is_no_traceback(
     assert code == 2
     assert "python -m benchmarks step" in out, "the figures are shown all the same"
     assert "step.json cannot be written: No space left on device" in err
+
+
+def test_a_target_that_is_missed_is_told_with_exit_code_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert output(capsys, "step")[::2] == (0, "")
+    monkeypatch.setattr(targets, "TARGETS", {"step": (Target(1.9, "a promise"),)})
+    code, out, err = output(capsys, "step", "--out", str(tmp_path))
+    sentence = "step: 1 device, echelon beside torch loop: ratio ≤ 1.9 does not hold: it is 2 (a promise)"
+    assert (code, err) == (1, f"target missed: {sentence}\n")
+    assert "python -m benchmarks step" in out, "the figures are shown"
+    assert (tmp_path / "step.json").exists(), "and kept"
+    code, out, _ = output(capsys, "step", "--json")
+    assert (code, json.loads(out)["missed"]) == (1, [sentence])
+    assert output(capsys, "step", "--quick")[::2] == (0, "")
 
 
 def test_the_help_lists_all_benches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import getpass
 import json
 import platform
@@ -5,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from benchmarks.result import commit, make_result
+from benchmarks.result import commit, make_result, read
 
 from benchmarks import Result, Row, Spread, save
 
@@ -26,12 +27,27 @@ def test_a_saved_result_is_whole(tmp_path: Path) -> None:
 
     data = json.loads(path.read_text())
     assert path.name == "toy.json"
-    assert {*data} == {*["name", "command", "commit", "date", "versions", "hardware", "settings", "rows"]}
+    assert {*data} == {
+        *["name", "command", "commit", "date", "versions", "hardware", "settings", "rows", "sources"]
+    }
     assert data["settings"] == {"rounds": 3}
     assert data["rows"][0]["seconds"] == {"low": 1.0, "median": 2.0, "high": 3.0}
     assert data["rows"][0]["extras"] == {"peak_bytes": 10}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", data["date"])
     assert {"echelon", "python", "torch"} <= {*data["versions"]}
+
+
+def test_a_saved_result_reads_back(tmp_path: Path) -> None:
+    result = dataclasses.replace(make(), sources={"a.py": "12"})
+    assert read(save(result, tmp_path)) == result
+
+
+def test_a_result_of_before_there_were_hashes_and_with_more_is_read(tmp_path: Path) -> None:
+    path = save(make(), tmp_path)
+    data = json.loads(path.read_text())
+    del data["sources"]
+    path.write_text(json.dumps(data | {"outcomes": []}))
+    assert read(path).sources == {}
 
 
 def test_a_result_tells_nothing_of_who_measured_where(tmp_path: Path) -> None:
