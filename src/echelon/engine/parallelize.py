@@ -27,6 +27,7 @@ from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
+from echelon.nn.float8 import multiply_in_float8
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.called_stage import connect_stages
@@ -96,6 +97,7 @@ def parallelize(
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
+        multiply_in_float8(model, plan, wrapping)
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
         sharding = LayerSharding(
