@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
+from warnings import catch_warnings
 
 from echelon.nn import float8
 
@@ -18,7 +19,8 @@ _is_separate = find_spec("torchao") is None
 if _is_separate:
     sys.path.append(_folder)
 try:
-    import torchao.float8  # noqa: F401
+    with catch_warnings(action="ignore"):  # a file of torchao has an escape sequence that Python warns of
+        import torchao.float8  # noqa: F401
 finally:
     if _is_separate:
         sys.path.remove(_folder)

@@ -97,12 +97,10 @@ def parallelize(
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        multiply_in_float8(model, plan, wrapping)
+        multiply_in_float8(model, plan, wrapping)  # precision=fp8
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
-        sharding = LayerSharding(
-            model, mesh, loss, tensor_table, wrapping
-        )  # tensor, sequence, context, expert
+        sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=sharding.by_layers)  # pipeline
         sharding.connect(model, split.modules, split.program, wrapping)
         local = share_stages(split, mesh, sharding, wrapping, prefetch, smallest_unit, resident_bytes)
