@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.nn.triton_support import has_triton
 from echelon.update.numbers import Flag, Number
 from echelon.update.precision.flat_memory import has_kernel
 from echelon.update.precision.optimizer_call import on_device
@@ -84,6 +85,11 @@ class FusedAdam:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._prepared: dict[nn.Parameter, Prepared] = {}  # by the first master
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether it can update masters on a device, for this optimizer."""
+        return has_triton() and self._suits()
 
     def prepare(self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Prepared | None:
         """If the kernel can update all of the masters: not their first time, which makes the state."""
