@@ -108,6 +108,8 @@ def make_update(
     stepper = _make_stepper(made, local, mesh, layers, rounding, wrapping, averaged, deferred=deferred)
     if "parameters" in plan.offload and not updates_on_host(plan):
         stepper.use_units(local.sharings)
+    for sharing in local.sharings:
+        sharing.updates_products = stepper.takes_products or plan.microbatches > plan.updates_per_step
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.flushes
     everyone = mesh.group("all")

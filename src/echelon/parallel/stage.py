@@ -12,9 +12,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from echelon.nn.autograd.leaves import used_once
 from echelon.nn.batch import call_stage
 from echelon.nn.layering import listed_layers
 from echelon.parallel.data.buffers import Buffers
@@ -42,6 +44,7 @@ class Stage:
         self._smallest_unit = smallest_unit
         self._iterated = iterated_modules(module)
         self._num_forwards = 0  # in this step
+        self._has_seen_graph = False
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
         for previous, following in pairwise(reducers):
             following.follow(previous)
@@ -85,11 +88,24 @@ class Stage:
         for sharing in self.sharings:
             sharing.start_backward(last=last)
 
+    def see_graph(self, outputs: Sequence[GradientEdge]) -> None:
+        """A backward pass from `outputs` is next: the first one shows which parameters it uses once."""
+        if not self._has_seen_graph:
+            self._has_seen_graph = True
+            once = used_once(outputs)
+            for sharing in self.sharings:
+                sharing.keep_products(once)
+
+    def convert_products(self) -> None:
+        """A backward pass leads through several forward passes, where that of `see_graph` led through one."""
+        self._has_seen_graph = True
+        for sharing in self.sharings:
+            sharing.convert_products()
+
     def start_early_backward(self) -> None:
         """Gradients may come before the backward pass that reduces them: they only add up."""
         for sharing in self.sharings:
-            if sharing.reducer is not None:
-                sharing.reducer.start_backward(reducing=False)
+            sharing.start_early_backward()
 
     def finish_backward(self) -> None:
         for sharing in self.sharings:

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon
 from echelon.collectives import RecordingGroup
 from echelon.collectives.buffer_layout import BufferLayout
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data.all_reduce import AllReduce
 from echelon.parallel.data.buckets import (
     Bucket,
     GradientKind,
@@ -23,7 +24,7 @@ from echelon.parallel.data.buckets import (
     weight_dtype,
     without_gradients,
 )
-from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient
 from echelon.parallel.data.sharing import SingleReplica
 from echelon.parallel.data.zero.flat import FlatUnit
 from echelon.parallel.data.zero.gradient_sums import GradientSums, preallocate
@@ -288,6 +289,112 @@ def test_two_uses_in_one_backward_pass_add_up_without_loss() -> None:
     (weight.sum() + (weight * 2.0**-9).sum()).backward()
     assert weight.grad is not None
     assert float(weight.grad) == 1 + 2.0**-9
+
+
+def kept(sharing: SingleReplica, *weights: nn.Parameter) -> SingleReplica:
+    """Where a backward pass was seen that uses these weights once."""
+    sharing.keep_products(set(weights))
+    return sharing
+
+
+def test_a_gradient_to_which_nothing_is_added_stays_as_it_was_computed() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    sharing = kept(single(weight), weight)
+    assert gradient_dtype(weight) == FP32, "of sums"
+    for _ in range(2):
+        sharing.start_step()
+        for number, dtype in enumerate((BF16, FP32, FP32)):
+            sharing.start_backward(last=False)
+            (weight * (2.0**-9 if number else 1.0)).sum().backward()
+            sharing.finish_backward()
+            assert weight.grad is not None
+            assert weight.grad.dtype == dtype
+        assert float(weight.grad) == 1 + 2 * 2.0**-9
+
+
+def test_a_half_of_a_backward_pass_adds_in_float32_too() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    sharing = kept(single(weight), weight)
+    sharing.start_step()
+    for factor in (1.0, 2.0**-9, 2.0**-9):
+        sharing.start_early_backward()
+        (weight * factor).sum().backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == 1 + 2 * 2.0**-9
+
+
+def test_products_are_converted_again_where_a_backward_pass_adds_them_up() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    sharing = kept(single(weight), weight)
+    sharing.start_step()
+    weight.sum().backward()
+    sharing.convert_products()
+    assert weight.grad_dtype == FP32
+    ((weight * 2.0**-9).sum() + (weight * 2.0**-9).sum()).backward()
+    assert weight.grad is not None
+    assert float(weight.grad) == 1 + 2 * 2.0**-9
+
+
+def test_an_update_that_is_to_get_float32_does() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    sharing = single(weight)
+    sharing.updates_products = False
+    kept(sharing, weight)
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == FP32
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_see_the_type_of_the_sum(register: str) -> None:
+    seen, weight = set[torch.dtype](), nn.Parameter(torch.ones(1, dtype=BF16))
+
+    def see(tensor: Tensor) -> None:
+        seen.add((tensor if tensor.grad is None else tensor.grad).dtype)
+
+    getattr(weight, register)(see)
+    kept(single(weight), weight)
+    weight.sum().backward()
+    assert seen == {FP32}
+
+
+def test_what_ranks_sum_is_converted_when_it_is_copied() -> None:
+    """Autograd then adds the products of further microbatches to the float32 buffer."""
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    sharing = AllReduce(set_of(nn.ParameterList([weight]), DeferredGroup()))
+    sharing.keep_products({weight})
+    assert weight.grad_dtype is None
+    (buffer,) = sharing.storages().gradients
+    sharing.start_step()
+    for factor in (1.0, 2.0**-9, 2.0**-9):
+        sharing.start_backward(last=False)
+        (weight * factor).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == buffer.data_ptr()
+    assert float(buffer[0]) == 1 + 2 * 2.0**-9
+
+
+def test_what_is_summed_with_other_stages_is_float32_from_the_start() -> None:
+    tied, other = (nn.Parameter(torch.ones(1, dtype=BF16)) for _ in range(2))
+    shared = [SharedGradient(tied, RecordingGroup("tie"))]
+    module = nn.ParameterList([tied, other])
+    kept(SingleReplica(set_of(module, RecordingGroup("data"), shared_gradients=shared)), tied, other)
+    (tied + other).sum().backward()
+    assert tied.grad is not None
+    assert other.grad is not None
+    assert (tied.grad.dtype, other.grad.dtype) == (FP32, BF16)
+
+
+def test_a_later_engine_does_not_keep_what_an_earlier_one_has_seen() -> None:
+    """It has not seen a backward pass."""
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    kept(single(weight), weight)
+    sharing = single(weight)
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == FP32
+    kept(sharing, weight).close()
+    assert gradient_dtype(weight) == BF16
 
 
 def test_a_closed_strategy_leaves_gradients_in_the_weights_own_type() -> None:

@@ -332,3 +332,27 @@ def test_a_matrix_of_2_to_the_18_elements_is_large(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(grad_accumulation, "SMALLEST", SMALLEST)
     assert grad_accumulation._is_large_linear(nn.Linear(2**9, 2**9))
     assert not grad_accumulation._is_large_linear(nn.Linear(2**9, 2**9 - 1))
+
+
+def test_a_product_of_16_bits_is_added_to_a_float32_sum_without_being_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By an operation that torch has on CUDA devices alone; see tests/gpu."""
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert out is total
+        assert out_dtype == out.dtype
+        return out.add_(left.to(out_dtype) @ right.to(out_dtype))
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    total, left, right = torch.ones(2, 2), torch.full((2, 1), 1 + 2.0**-7), torch.full((1, 2), 1 + 2.0**-7)
+    grad_accumulation._add_product(total, left.bfloat16(), right.bfloat16())
+    assert torch.equal(total, torch.full((2, 2), 1 + (1 + 2.0**-7) ** 2))
+
+
+def test_on_a_cpu_matrices_of_16_bits_with_float32_sums_are_left_to_autograd() -> None:
+    """Which adds the product itself, where it keeps products."""
+    model = nn.Linear(4, 4).bfloat16()
+    set_gradient_dtype(model.weight, in_float32=True)
+    opened(model)
+    assert find_wrapper(model, AccumulatingLinear) is None

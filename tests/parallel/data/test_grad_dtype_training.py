@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 Measured = dict[str, tuple[float, set[torch.dtype]]]
 
 
-def measure(choice: str) -> Measured:
+def measure(choice: str, *, hooks: bool = True) -> Measured:
     """By plan, the norm of two gradients, each the sum of 1 and of 2⁻⁹ for every other sample, and the types
     that hooks on the weights have seen."""
     measured = {}
@@ -61,7 +62,7 @@ def measure(choice: str) -> Measured:
         text = f"{plan} microbatches={MICROBATCHES // replicas} precision=bf16 {choice}"
         model = nn.Sequential(Scale(), Scale())
         hooked: set[torch.dtype] = set()
-        for weight in model.parameters():
+        for weight in model.parameters() if hooks else ():
             weight.register_hook(lambda gradient, hooked=hooked: hooked.add(gradient.dtype))
         options = {"smallest_unit": 0, "audit": "off"}  # such a total is no sum over samples
         with echelon.parallelize(model, text, optimizer=sgd, loss=total, **options) as engine:
@@ -79,6 +80,54 @@ def test_every_way_to_share_gradients_sums_without_loss(warm_ranks: Warm) -> Non
     for measured in warm_ranks(2).run(measure, "gradients=same"):
         assert all(norm < exact * 0.99 for norm, _ in measured.values()), "in bf16 bits are lost"
         assert_hooked(measured, torch.bfloat16)
+
+
+def test_so_do_products_that_nobody_has_converted(warm_ranks: Warm) -> None:
+    """Without hooks autograd adds bf16 products to float32 sums."""
+    exact = math.sqrt(2) * (1 + (MICROBATCHES - 1) * SMALL) / MICROBATCHES
+    for measured in warm_ranks(2).run(partial(measure, hooks=False), ""):
+        norms = {plan: norm for plan, (norm, _) in measured.items()}
+        assert norms == pytest.approx(dict.fromkeys(PLANS, exact), rel=1e-7)
+
+
+# Loops of one's own: the number of backward passes is not known before them.
+
+
+def share(engine: Any, x: Tensor) -> Tensor:
+    return engine(x).sum() / MICROBATCHES
+
+
+def by_batches(engine: Any, samples: Tensor) -> None:
+    for x in samples:
+        engine.forward_backward((x[None], x[None]))
+
+
+def by_passes(engine: Any, samples: Tensor) -> None:
+    for x in samples:
+        engine.backward(share(engine, x[None]))
+
+
+def by_one_backward(engine: Any, samples: Tensor) -> None:
+    engine.backward(sum(share(engine, x[None]) for x in samples))
+
+
+def by_some_in_one(engine: Any, samples: Tensor) -> None:
+    """The first backward pass uses each weight once, and the second one often."""
+    engine.backward(share(engine, samples[-1:]))
+    by_one_backward(engine, samples[:-1])
+
+
+@pytest.mark.parametrize("add", [by_batches, by_passes, by_one_backward, by_some_in_one])
+def test_loops_of_one_s_own_sum_without_loss(add: Callable[[Any, Tensor], None]) -> None:
+    samples = torch.full((MICROBATCHES, 1), SMALL)
+    samples[0] = 1.0
+    model = nn.Sequential(Scale(), Scale())
+    scale = MICROBATCHES if add is by_batches else 1
+    exact = math.sqrt(2) * (1 + (MICROBATCHES - 1) * SMALL) * scale / MICROBATCHES
+    with echelon.parallelize(model, "precision=bf16", optimizer=sgd, loss=total, audit="off") as engine:
+        for _ in range(3):
+            add(engine, samples)
+            assert float(engine.update().grad_norm) == pytest.approx(exact, rel=1e-7)
 
 
 def assert_hooked(measured: Measured, dtype: torch.dtype) -> None:

@@ -57,6 +57,21 @@ def test_a_norm_in_low_precision_is_summed_in_a_higher_one() -> None:
     assert float(squared_norm([torch.ones(100_000, dtype=torch.bfloat16)], CPU)) == pytest.approx(1e5)
 
 
+def test_gradients_of_one_type_are_read_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several types torch computes one norm after the other."""
+    asked, norms = [], torch._foreach_norm
+
+    def spy(gradients: list[Tensor], **options: torch.dtype) -> list[Tensor]:
+        asked.append([gradient.dtype for gradient in gradients])
+        return norms(gradients, **options)
+
+    monkeypatch.setattr(torch, "_foreach_norm", spy)
+    low, wide = torch.bfloat16, torch.float32
+    gradients = [torch.ones(4, dtype=dtype) for dtype in (low, wide, low, wide)]
+    assert float(squared_norm(gradients, CPU)) == 16.0
+    assert asked == [[low, low], [wide, wide]]
+
+
 @pytest.mark.parametrize(
     ("norm", "limit", "factor"),
     [

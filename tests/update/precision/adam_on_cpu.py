@@ -23,14 +23,23 @@ def adam_on_cpu() -> Iterator[Any]:
         patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
         patch.dict(ADDRESSED, clear=True),
     ):
-        make = kernel.Table.__init__
+        make, point_at = kernel.Table.__init__, kernel.Table.point_at
 
         def make_addressed(table: Any, elements: Sequence[Element]) -> None:
-            for element in elements:
-                for tensor in element[:-1]:
-                    memory = torch.as_strided(tensor, (tensor.numel(),), (1,))
-                    ADDRESSED[tensor.data_ptr()] = memory.numpy()
+            _address([tensor for element in elements for tensor in element[:-1]])
             make(table, elements)
 
-        with patch.object(kernel.Table, "__init__", make_addressed):
+        def point_at_addressed(table: Any, gradients: Sequence[torch.Tensor]) -> None:
+            _address(gradients)
+            point_at(table, gradients)
+
+        with (
+            patch.object(kernel.Table, "__init__", make_addressed),
+            patch.object(kernel.Table, "point_at", point_at_addressed),
+        ):
             yield kernel
+
+
+def _address(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        ADDRESSED[tensor.data_ptr()] = torch.as_strided(tensor, (tensor.numel(),), (1,)).numpy()

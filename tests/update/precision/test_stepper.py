@@ -490,3 +490,15 @@ def test_an_optimizer_that_must_see_all_weights_is_refused_also_later() -> None:
     with pytest.raises(UserError, match="whose steps nobody watches by a hook"):
         noted.step_all(1.0)
     assert noted.calls == []
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_on_a_device_the_kernel_of_adam_alone_takes_gradients_of_16_bits_at_no_cost(
+    monkeypatch: pytest.MonkeyPatch, has_triton: bool
+) -> None:
+    """Others get copies in portions, each with a call of the optimizer."""
+    monkeypatch.setattr("echelon.update.precision.fused_adam.has_triton", lambda: has_triton)
+    local = weights(torch.bfloat16)
+    for make, on_device in ((adamw, has_triton), (momentum, False)):
+        assert MasterStepper(make, [], local, deferred=True).takes_products == on_device
+        assert MasterStepper(make, [], local, deferred=False).takes_products

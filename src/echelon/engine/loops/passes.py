@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from echelon.collectives.agreement import gather_rows
 from echelon.engine.loops.loop import OwnLoop
@@ -26,6 +27,7 @@ from echelon.engine.step.feed import Upload, to_device
 from echelon.engine.step.side_effects import without_autocast_cache
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError, raise_errors
+from echelon.nn.autograd.leaves import leaf_uses
 from echelon.nn.batch import DTYPES, Inputs, call, cast, tensors_of
 from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Sum, scalar_errors
@@ -44,6 +46,7 @@ class OwnPasses:
     def __init__(self, setup: Setup, loop: OwnLoop, watch: Watch) -> None:
         self._setup, self._loop, self._watch = setup, loop, watch
         self._samples = 0  # of the last forward pass
+        self._num_forwards = 0  # since the last backward pass
         self._slots: list[tuple[int, int]] = []  # of forward passes since the last update
         self._opened = 0  # the update that they are of
         self._scale: Number | None = None  # of its losses so far: their gradients are added
@@ -76,6 +79,7 @@ class OwnPasses:
             number, place = self._loop.next_call()
             if self._opened != self._loop.num_opened:
                 self._opened, self._slots, self._scale = self._loop.num_opened, [], None
+                self._num_forwards = 0
             slot = (0, place)
             forward = ForwardPass(slot, inputs, inputs, None, 1, trains=True)
             scope = self._setup.scopes.of_step(number, self._samples, place)
@@ -93,6 +97,7 @@ class OwnPasses:
             self._stage.free()
             observers.tell("store", slot)
         self._slots.append(slot)
+        self._num_forwards += 1
         upload.wait()
         return output
 
@@ -120,9 +125,9 @@ class OwnPasses:
                 stack.enter_context(each._lent())
             means = [each._count(loss, number, scale) for each in engines]
             for each in engines:
-                stack.enter_context(each._taking())
-            lent = [each for each in lending if each not in engines]
-            leaves = None if not lent else _leaves(total, {id(p) for each in lent for p in each._trained})
+                stack.enter_context(each._taking(means[0]))
+            lent = {p for each in lending if each not in engines for p in each._trained}
+            leaves = [leaf for leaf in leaf_uses([total.grad_fn]) if leaf not in lent] if lent else None
             torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
 
     def _count(self, loss: Tensor | Sum, samples: float | None, scale: Number) -> Tensor:
@@ -168,11 +173,15 @@ class OwnPasses:
             self._stage.free()
 
     @contextmanager
-    def _taking(self) -> Iterator[None]:
+    def _taking(self, loss: Tensor) -> Iterator[None]:
         """Around a backward pass that adds to the gradients of this engine."""
         passes = BackwardPass(self._slots[-1], "both", has_work=True)
         self._setup.observers.tell("before_backward", passes)
         self._stage.start_backward(last=False)
+        if self._num_forwards > 1:
+            self._stage.convert_products()
+        self._num_forwards = 0
+        self._stage.see_graph([get_gradient_edge(loss)])
         yield
         self._stage.finish_backward()
         self._setup.observers.tell("after_backward", passes)
@@ -219,19 +228,3 @@ class OwnPasses:
                 "update; call engine(x), not the module, and compute the loss of what it returns. See "
                 "docs/loops.md"
             )
-
-
-def _leaves(loss: Tensor, excluded: set[int]) -> list[Tensor]:
-    """Find the tensors that a backward pass would add gradients to, but for some."""
-    found: dict[int, Tensor] = {}
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in excluded:
-            found[id(variable)] = variable
-        pending += [following for following, _ in node.next_functions]
-    return list(found.values())

@@ -16,7 +16,7 @@ sum: it updates a unit as soon as the backward pass has completed it.
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple, final
 
 import torch
@@ -208,6 +208,10 @@ class UnitAllReduce(WholeGradients):
         self.reducer.start_step()
         for unit in self._units:
             unit.drop()
+
+    def keep_products(self, used_once: Set[Tensor]) -> None:
+        if not self._is_single:  # whose gradients add up where autograd has put them
+            super().keep_products(used_once)
 
     def reduce(self) -> None:
         self.start_reductions()

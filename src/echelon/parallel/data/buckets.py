@@ -5,9 +5,12 @@ from then on is its `.grad`: further microbatches add where the sum is reduced, 
 zero the buffer and have autograd add the first gradient too would move twice the memory.) Buckets are filled
 in the order in which gradients are expected.
 
-Types. A sum in bf16 stays where it is as soon as it is 256 times as large as what is added. So the gradient
-of a bf16 weight is float32: autograd converts what a backward pass computes, and adds it to a float32 `.grad`
-(`Tensor.grad_dtype`). Buffers of gradients are then float32 too, and so is what ranks sum.
+Types. A sum in bf16 stays where it is as soon as it is 256 times as large as what is added. So gradients of a
+bf16 weight are summed in float32 (`gradient_dtype`), over microbatches and ranks, and buffers of gradients
+are float32 too. Autograd converts what a backward pass computes (`Tensor.grad_dtype`): one kernel for each
+weight. Where a pass computes one product and no sum, there is no need (`keep_products`): the product stays
+bf16 until it is copied into a float32 buffer, or until another one is added, which takes one kernel either
+way. A gradient to which nothing is added stays as it is.
 """
 
 from abc import ABC, abstractmethod
@@ -27,10 +30,14 @@ from echelon.collectives.buffer_layout import BufferLayout, block_size, lay_out,
 # has set it too: what the next one finds is not the user's.
 _original_dtypes: MutableMapping[Tensor, torch.dtype | None] = WeakIdKeyDictionary()
 
+# The type that gradients are summed in, of parameters whose `.grad` is as computed until then.
+_sum_dtypes: MutableMapping[Tensor, torch.dtype] = WeakIdKeyDictionary()
+
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The type of a parameter's gradient; of a frozen parameter its own."""
-    return (parameter.grad_dtype if parameter.requires_grad else None) or parameter.dtype
+    """The type that a parameter's gradients are summed in; of a frozen parameter its own."""
+    setting = parameter.grad_dtype if parameter.requires_grad else None
+    return _sum_dtypes.get(parameter) or setting or parameter.dtype
 
 
 def weight_dtype(parameter: Tensor) -> torch.dtype:
@@ -43,6 +50,7 @@ def set_gradient_dtype(parameter: nn.Parameter, *, in_float32: bool) -> None:
 
     A gradient of before that is of another type is dropped: torch would refuse to add to it.
     """
+    convert_products([parameter])
     is_low = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
     dtype = torch.float32 if in_float32 and is_low else parameter.dtype
     if gradient_dtype(parameter) != dtype:
@@ -52,6 +60,7 @@ def set_gradient_dtype(parameter: nn.Parameter, *, in_float32: bool) -> None:
 
 def restore_gradient_dtype(parameter: nn.Parameter) -> None:
     """Let gradients of the parameter be of the type that was theirs before `set_gradient_dtype`."""
+    _sum_dtypes.pop(parameter, None)
     if parameter in _original_dtypes:
         _change(parameter, _original_dtypes.pop(parameter))
 
@@ -65,6 +74,36 @@ def _setting(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype 
 def _change(parameter: nn.Parameter, setting: torch.dtype | None) -> None:
     parameter.grad = None
     parameter.grad_dtype = setting
+
+
+def keep_products(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Leave gradients as backward passes compute them, of those parameters that sum in another type; returns
+    these. What is added to such a gradient must find it converted (`convert_gradients`)."""
+    kept = [parameter for parameter in parameters if gradient_dtype(parameter) != parameter.dtype]
+    with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be gathered for this
+        for parameter in kept:
+            _sum_dtypes[parameter] = gradient_dtype(parameter)
+            parameter.grad_dtype = None
+    return kept
+
+
+def convert_products(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `keep_products`: autograd converts each product before it adds it to another."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            dtype = _sum_dtypes.pop(parameter, None)
+            if dtype is not None:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(dtype)
+                parameter.grad_dtype = dtype
+
+
+def convert_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Make gradients that are there, and to which a backward pass may add, of the type that they sum in."""
+    low = [p for p in parameters if p.grad is not None and p.grad.dtype == p.dtype]
+    for parameter in low:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.to(gradient_dtype(parameter))
 
 
 @contextmanager

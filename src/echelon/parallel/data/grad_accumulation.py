@@ -5,8 +5,12 @@
 
 The matrices of a model ask before each sum: only while no one is waiting for this very gradient
 (`Accumulation.is_open`), and not for the first of a step, which there is nothing to add to. On a CPU a small
-microbatch's backward pass is mostly such sums, and the memory that they take. The rest of the code sees
-`Accumulation`, `accumulate_in_place` and `hook_gradient`.
+microbatch's backward pass is mostly such sums, and the memory that they take. On a CUDA device products of
+16-bit weights are added to float32 sums without being rounded in between; on a CPU torch has no such product.
+
+Compiled layers return their gradients, and autograd adds them: the graph is recorded before anybody knows
+whether a sum is there, and whether it may be added to. The rest of the code sees `Accumulation`,
+`accumulate_in_place` and `hook_gradient`.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
@@ -49,7 +53,8 @@ class Accumulation:
         total = weight.grad
         if not self.is_open or total is None or not weight.requires_grad or torch.is_grad_enabled():
             return False
-        plain = total.layout == torch.strided and total.dtype == weight.dtype
+        is_wide = total.dtype == weight.dtype or (total.dtype == torch.float32 and weight.is_cuda)
+        plain = total.layout == torch.strided and is_wide
         return plain and not _has_other_hooks(weight)
 
 
@@ -108,7 +113,7 @@ class _Linear(torch.autograd.Function):
         for_x, for_weight, for_bias = (use is not False for use in (*uses, False)[:3])
         flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if uses[1] and ctx.accumulation.may_add(ctx.weight):
-            ctx.weight.grad.addmm_(flat.T, rows)
+            _add_product(ctx.weight.grad, flat.T, rows)
             for_weight = False
         return (
             (flat @ weight).view(x.shape) if for_x else None,
@@ -116,6 +121,13 @@ class _Linear(torch.autograd.Function):
             flat.sum(0) if for_bias else None,
             None,
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def _use(node: Any) -> bool | None:
@@ -134,19 +146,19 @@ def _is_large_linear(module: nn.Module) -> bool:
     if is_wrapped(module) or replaced_forward(module) is not None:
         return False
     weight = module._parameters.get("weight")
-    if type(weight) is not nn.Parameter or not weight.is_cpu or weight.numel() < SMALLEST:
+    if type(weight) is not nn.Parameter or weight.numel() < SMALLEST:
         return False
-    return gradient_dtype(weight) == weight.dtype  # a product of bf16 cannot be added to float32 in one go
+    return weight.is_cuda or (weight.is_cpu and gradient_dtype(weight) == weight.dtype)
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:
     """Return whether autograd would do no more than multiply."""
     if not (torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and weight.requires_grad):
         return False
-    alike = type(x) is Tensor and x.is_cpu and x.ndim > 1 and x.dtype == weight.dtype
-    if not alike or x.layout != torch.strided or x.is_nested or x.is_complex():
+    alike = type(x) is Tensor and x.device == weight.device and x.ndim > 1 and x.dtype == weight.dtype
+    if not alike or not (x.is_cpu or x.is_cuda) or x.layout != torch.strided or x.is_nested or x.is_complex():
         return False
-    return not (torch.is_autocast_enabled("cpu") or _is_transformed())
+    return not (torch.is_autocast_enabled(x.device.type) or _is_transformed())
 
 
 def _is_transformed() -> bool:

@@ -24,9 +24,15 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     if is_plain:
         flat = [each if each.dim() == 1 else each.view(-1) for each in gradients]
         return torch.stack([torch.dot(each, each) for each in flat]).double().sum()
-    # A norm in bf16 would keep three digits of a sum of millions.
-    norms = torch._foreach_norm(gradients, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
-    return torch.stack(norms).double().square().sum()
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for each in gradients:
+        by_type.setdefault(each.dtype, []).append(each)
+    # A norm in bf16 would keep three digits of a sum of millions. Of one type, one kernel computes all norms.
+    norms = [
+        torch.stack(torch._foreach_norm(of_type, dtype=torch.promote_types(dtype, torch.float32))).double()
+        for dtype, of_type in by_type.items()
+    ]
+    return torch.cat(norms).square().sum()
 
 
 def _is_plain(gradient: Tensor) -> bool:

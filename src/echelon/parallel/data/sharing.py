@@ -15,7 +15,13 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from echelon.parallel.data.buckets import restore_gradient_dtype, set_gradient_dtype
+from echelon.parallel.data.buckets import (
+    convert_gradients,
+    convert_products,
+    keep_products,
+    restore_gradient_dtype,
+    set_gradient_dtype,
+)
 from echelon.parallel.data.grad_accumulation import Accumulation
 from echelon.parallel.data.parameter_set import Claim, ParameterSet
 from echelon.parallel.data.reducer import Reducer
@@ -84,6 +90,9 @@ class Sharing(ABC):
     # Whether a backward pass that is the last one is still to come, of no more gradients.
     awaits_last: bool = False
 
+    # Whether the update may get gradients as backward passes compute them, or is to get sums of them.
+    updates_products = True
+
     # Begins to reduce gradients as the backward pass completes them; None where ranks do not communicate.
     reducer: Reducer | None = None
 
@@ -92,6 +101,7 @@ class Sharing(ABC):
         self._update_unit: Callable[[SummedUnit], None] | None = None
         self._wait_for_weights: Callable[[Sequence[LocalParameter]], None] | None = None
         self._claim = Claim(parameter_set.parameters)
+        self._kept: list[nn.Parameter] = []  # whose gradients are as computed until something is added
         for _, parameter in parameter_set.trained:
             set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
 
@@ -129,6 +139,22 @@ class Sharing(ABC):
     @abstractmethod
     def start_backward(self, *, last: bool) -> None:
         """A microbatch's backward pass begins. `last`: no other follows in this step."""
+
+    def start_early_backward(self) -> None:
+        """Half of a backward pass begins, which may add to gradients; `start_backward` is still to come."""
+        if self.reducer is not None:
+            self.reducer.start_backward(reducing=False)
+
+    def keep_products(self, used_once: Set[Tensor]) -> None:
+        """Gradients of parameters that a backward pass uses once need no conversion before they are summed.
+        Hooks of the user see the type of the sum."""
+        trained = [p for _, p in self.parameter_set.trained if p in used_once and not _is_hooked(p)]
+        self._kept = keep_products(trained)
+
+    def convert_products(self) -> None:
+        """A backward pass may use parameters more often than the first one: autograd must sum in float32."""
+        convert_products(self._kept)
+        self._kept = []
 
     @abstractmethod
     def finish_backward(self) -> None:
@@ -271,12 +297,31 @@ class SingleReplica(LocalSum):
         for local in self._local:
             local.parameter.grad = None
 
+    def keep_products(self, used_once: Set[Tensor]) -> None:
+        if self.updates_products:
+            super().keep_products(used_once - self.parameter_set.summed_later)  # these are summed as they are
+
+    def start_backward(self, *, last: bool) -> None:
+        super().start_backward(last=last)
+        self.start_early_backward()
+
+    def start_early_backward(self) -> None:
+        convert_gradients(self._kept)
+
     def reduce(self) -> None:
         pass
 
     def storages(self) -> Storages:
         parameters: list[Tensor] = list(self.parameter_set.parameters.values())
         return Storages(parameters, [p.grad for p in parameters if p.grad is not None])
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Return whether a hook of the user sees gradients of the parameter."""
+    late_hooks = parameter._post_accumulate_grad_hooks or {}
+    hooks = [*(parameter._backward_hooks or {}).values(), *late_hooks.values()]
+    modules = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
+    return not all(module.startswith("echelon.") for module in modules)
 
 
 def whole_parameters(parameter_set: ParameterSet) -> list[LocalParameter]:

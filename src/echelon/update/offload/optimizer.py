@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from echelon.collectives import Copy, HostBoundary
 from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.errors import UserError
+from echelon.parallel.data.buckets import gradient_dtype
 from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter
 from echelon.update.numbers import Flag, HostCopy, Number
@@ -344,8 +345,7 @@ def _check_dense(local: LocalParameter) -> None:
 
 
 def _gradient_bytes(local: LocalParameter) -> int:
-    dtype = getattr(local.tensor, "grad_dtype", None) or local.tensor.dtype
-    return round_up(local.tensor.numel() * dtype.itemsize, ALIGNMENT)
+    return round_up(local.tensor.numel() * gradient_dtype(local.tensor).itemsize, ALIGNMENT)
 
 
 def _on_one_device(factor: Number, skip: Flag) -> Tensor:

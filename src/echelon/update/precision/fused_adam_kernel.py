@@ -1,7 +1,8 @@
 """The kernel of fused_adam.py, over many tensors at once: a table says where they lie.
 
-    table      one row per parameter: addresses of weight, gradient, master, both moments; its size
-    programs   one tile of one parameter each; `rows` and `tiles` say which
+    rows        one per parameter: addresses of weight, master, both moments; its size
+    gradients   the address of each parameter's gradient, by itself: a step may have made it elsewhere
+    programs    one tile of one parameter each; `parameters` and `tiles` say which
 
 Import this only where Triton is installed.
 """
@@ -18,22 +19,23 @@ from echelon.update.precision.fused_adam import Element
 
 _TILE = 512  # elements of a program: more in flight than with larger ones
 _WARPS = 4
-_COLUMNS = 6
+_COLUMNS = 5
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @final
 class Table:
-    """The addresses of the tensors of some elements, on the device."""
+    """The addresses of the tensors of some elements, on the device. With a pair of integers for each tile it
+    is large, and stays while gradients move."""
 
     def __init__(self, elements: Sequence[Element]) -> None:
         device = elements[0].master.device
         self.device = device
         sizes = [element.master.numel() for element in elements]
         rows = [
-            [*(tensor.data_ptr() for tensor in element[:-1]), size]
-            for element, size in zip(elements, sizes, strict=True)
+            [*(tensor.data_ptr() for tensor in (weight, master, mean, square)), size]
+            for (weight, _, master, mean, square, _), size in zip(elements, sizes, strict=True)
         ]
         tiles = torch.tensor([triton.cdiv(size, _TILE) for size in sizes])
         numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(tiles)
@@ -43,6 +45,12 @@ class Table:
         self.parameters, self.tiles = _upload(numbers, device), _upload(within, device)
         self.num_programs = len(numbers)
         self.weight_type, self.gradient_type = elements[0].weight.dtype, elements[0].gradient.dtype
+        self.point_at([element.gradient for element in elements])
+
+    def point_at(self, gradients: Sequence[Tensor]) -> None:
+        """Take these gradients, of the same type, from the next update on."""
+        addresses = torch.tensor([gradient.data_ptr() for gradient in gradients], dtype=torch.int64)
+        self.gradients = _upload(addresses, self.device)
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -58,6 +66,7 @@ def update(table: Table, steps: Tensor, inverse: Tensor, skip: Tensor, group: di
     with torch.cuda.device(table.device):
         _update[(table.num_programs,)](
             table.rows,
+            table.gradients,
             table.parameters,
             table.tiles,
             step_sizes,
@@ -129,6 +138,7 @@ def _update_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["decay", "beta1", "rest1", "beta2", "rest2", "eps"])  # type: ignore[untyped-decorator, unused-ignore]
 def _update(  # type: ignore[no-untyped-def]
     rows,
+    gradients,
     parameters,
     tiles,
     step_sizes,
@@ -155,10 +165,10 @@ def _update(  # type: ignore[no-untyped-def]
     first = tl.load(tiles + program).to(tl.int64) * tile_size
     left = tl.load(row + columns - 1) - first
     weight = _pointer(row, 0, weight_type) + first
-    gradient = _pointer(row, 1, gradient_type) + first
-    master = _pointer(row, 2, tl.float32) + first
-    mean = _pointer(row, 3, tl.float32) + first
-    square = _pointer(row, 4, tl.float32) + first
+    gradient = _pointer(gradients, parameter, gradient_type) + first
+    master = _pointer(row, 1, tl.float32) + first
+    mean = _pointer(row, 2, tl.float32) + first
+    square = _pointer(row, 3, tl.float32) + first
     factor = 1.0 / tl.load(inverse)
     step_size, correction = tl.load(step_sizes + parameter), 1.0 / tl.load(corrections + parameter)
     # Masks would have the kernel read one element at a time: only the last tile of a parameter has one.

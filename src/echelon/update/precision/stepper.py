@@ -38,6 +38,7 @@ class Stepper(ABC):
     by_unit = False  # whether weights are on the device one unit at a time
     _sharings: Sequence[Sharing] = ()  # which bring them there
     on_host = False  # whether it updates what lies in host memory
+    takes_products = True  # whether gradients of 16 bits cost it no more than float32 ones
     loses_change = False  # whether an update that is late will overwrite what the user has written
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
@@ -214,6 +215,8 @@ class MasterStepper(LocalStepper):
         self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
         super().__init__(make, parameters, local, deferred=deferred)
         self._fused = FusedAdam(self.optimizer) if deferred else None
+        # On a device each portion of copies is a call of the optimizer, which must queue its kernels.
+        self.takes_products = self._fused is None or self._fused.is_usable
 
     def step(self, factor: Number, skip: Flag = False, unit: Sequence[LocalParameter] | None = None) -> None:
         if not self._has_masters:

@@ -219,6 +219,7 @@ class Interpreter:
         with self._accumulating(instruction), self._weights(instruction):
             outputs, known = flight.known(gradients)
             if outputs:
+                self._stages[instruction.stage].see_graph(outputs)
                 torch.autograd.backward(outputs, known)
         self._observers.tell("after_backward", backward)
         self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
