@@ -98,9 +98,9 @@ def backend(name: str) -> Iterator[list[object]]:
         with torch._functorch.config.patch(activation_memory_budget=self.kept_share):
             return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
-    with patch.object(torch, "compile", compile_otherwise):
-        with patch.object(SelectiveCompiler, "__call__", divide):
-            yield asked
+    selective = patch.object(SelectiveCompiler, "__call__", divide)
+    with patch.object(torch, "compile", compile_otherwise), selective:
+        yield asked
 
 
 def train(case: Case, plan: str, name: str) -> TrainingResult:

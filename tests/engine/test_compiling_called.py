@@ -107,7 +107,9 @@ def test_models_of_transformers_are_equal(warm_ranks: Warm, kind: str, plan: str
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, "blocks"])
 def test_networks_for_images_are_equal(warm_ranks: Warm, layers: str | None) -> None:
-    made = Case(ResNet, partial(eight, "vit"), encoders.label_loss, adamw, steps=2, options={"layers": layers})
+    made = Case(
+        ResNet, partial(eight, "vit"), encoders.label_loss, adamw, steps=2, options={"layers": layers}
+    )
     prove(warm_ranks(2), made, "data=2 microbatches=2")
 
 

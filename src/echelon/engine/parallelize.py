@@ -88,19 +88,19 @@ def parallelize(
     given = (boundaries, tensor_table, weights, layers)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
     check_objective(objective, loss, plan)
-    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers)
-    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
-    model, source = prepare(model, plan, weights)
-    plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
+    updating = (optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
-        mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
+        wrapping = undo.enter_context(Wrapping())
+        model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers, wrapping)
+        rule = UpdateRule.of(plan, *updating)
+        model, source = prepare(model, plan, weights)
+        plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
+        mesh = undo.enter_context(closing(Mesh.join(plan)))
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
-        sharding = LayerSharding(
-            model, mesh, loss, tensor_table, wrapping
-        )  # tensor, sequence, context, expert
+        sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=sharding.by_layers)  # pipeline
         sharding.connect(model, split.modules, split.program, wrapping)
         local = share_stages(split, mesh, sharding, wrapping, prefetch, smallest_unit, resident_bytes)

@@ -145,9 +145,7 @@ def called_layers(model: nn.Module) -> LayerList | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
-def around_layers(
-    model: nn.Module, layers: Iterable[nn.Module]
-) -> tuple[list[nn.Module], list[nn.Module]]:
+def around_layers(model: nn.Module, layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules in which layers are, and what is beside layers in these: an embedding, a head."""
     in_layers = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in in_layers]

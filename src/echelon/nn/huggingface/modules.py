@@ -122,15 +122,15 @@ def casts_to_float32(module: nn.Module) -> bool:
 
 
 def blocks_in(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of models of transformers in `model`, of any architecture: what it would checkpoint."""
+    """Return the layers of models of transformers in `model`, of any architecture: what these checkpoint."""
     blocks = [module for module in model.modules() if _is_block(module)]
     inside = {each for block in blocks for each in block.modules() if each is not block}
     return [block for block in blocks if block not in inside]
 
 
 def _is_block(module: nn.Module) -> bool:
-    bases = type(module).__mro__
-    return any(c.__name__ == "GradientCheckpointingLayer" and c.__module__.startswith("transformers.") for c in bases)
+    kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in kinds)
 
 
 def makes_cache(module: Any) -> bool:
