@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine.compiling import CompiledForward, compiled_modules
 from echelon.launching import Ranks
+from echelon.models import cross_entropy
 from echelon.nn.huggingface.modules import without_cache
 from echelon.nn.layering import name_layers
 from echelon.plan import Plan
@@ -89,6 +90,7 @@ def case(kind: str, **changes: Any) -> Case:
 QUICK = [("llama", "data=2 microbatches=2")]
 PLANS = ["data=2 microbatches=2", "data=2 zero=3", "tensor=2", "recompute=selective microbatches=2"]
 MORE = [each for each in product(("llama", "gpt2", "mixtral", "vit"), PLANS) if each not in QUICK]
+MORE += [("bert", "data=2"), ("t5", "data=2 zero=1")]
 
 
 def prove(ranks: Ranks, case: Case, plan: str) -> None:
@@ -111,6 +113,17 @@ def test_networks_for_images_are_equal(warm_ranks: Warm, layers: str | None) -> 
         ResNet, partial(eight, "vit"), encoders.label_loss, adamw, steps=2, options={"layers": layers}
     )
     prove(warm_ranks(2), made, "data=2 microbatches=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2 microbatches=2", "data=2 recompute=full"])
+@pytest.mark.parametrize(("model", "layers"), [(NanoGPT, "transformer.h"), (Lightning, None)])
+def test_layers_that_a_forward_calls_are_equal(
+    warm_ranks: Warm, plan: str, model: Callable[[], nn.Module], layers: str | None
+) -> None:
+    options = {"layers": layers, "smallest_unit": 1}
+    made = Case(model, partial(eight, "gpt2"), cross_entropy, adamw, steps=2, options=options)
+    prove(warm_ranks(2), made, plan)
 
 
 # What is compiled once.
