@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives.recording_group import RecordingGroup
-from echelon.engine.compiling import compile_layers
+from echelon.engine.compiling import SelectiveCompiler, compile_layers
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
@@ -82,14 +83,23 @@ def twelve(step: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def backend(name: str) -> Iterator[list[object]]:
-    """Compile with another backend than torch's own; yields the options of each call, which are its own."""
+    """Compile with another backend than torch's own; yields the options of each call, which are its own.
+    recompute=selective divides what it has recorded, as always, and runs it as it stands."""
     compile_, asked = torch.compile, []
 
-    def compile_otherwise(function: Callable[..., object], *, options: object, **_: object) -> object:
+    def compile_otherwise(
+        function: Callable[..., object], *, options: object = None, backend: object = None
+    ) -> object:
         asked.append(options)
-        return compile_(function, backend=name, options=options if name == "inductor" else None)  # type: ignore[call-overload]
+        given = options if name == "inductor" else None
+        return compile_(function, backend=backend or name, options=given)  # type: ignore[call-overload]
 
-    with patch.object(torch, "compile", compile_otherwise):
+    def divide(self: SelectiveCompiler, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=self.kept_share):
+            return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+
+    selective = patch.object(SelectiveCompiler, "__call__", divide)
+    with patch.object(torch, "compile", compile_otherwise), selective:
         yield asked
 
 

@@ -88,14 +88,19 @@ def test_compiled_models_are_taken_as_what_they_were_made_of() -> None:
     """Their names had `_orig_mod` in them, and their hooks did not run."""
     made = model()
     names = list(made.state_dict())
-    made[0] = torch.compile(made[0])  # type: ignore[assignment]
-    made[2].compile()
-    compiled: Any = torch.compile(made)
+    made[0] = torch.compile(made[0], backend="eager")  # type: ignore[assignment]
+    made[2].compile(backend="eager")
+    compiled: Any = torch.compile(made, backend="eager")
     with echelon.parallelize(compiled, "precision=fp64", optimizer=adamw, loss=F.cross_entropy) as engine:
         assert list(engine.full_state_dict()) == names
         assert engine.module is made
         assert type(made[0]) is nn.Linear
         assert made[2]._compiled_call_impl is None
+        engine.step(batch(0))
+        inside = made(batch(0)[0])
+    assert type(made[0]) is torch._dynamo.OptimizedModule, "compiled as before"
+    assert made[2]._compiled_call_impl is not None
+    torch.testing.assert_close(compiled(batch(0)[0]), inside)
 
 
 def test_factored_state_is_whole_in_the_optimizer_state() -> None:

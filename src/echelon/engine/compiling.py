@@ -4,7 +4,7 @@ Only the `forward` of a layer is compiled. Its hooks stay outside (ZeRO gathers 
 and its names, parameters and state are what they were. Layers of one class share their compiled code.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, final
@@ -18,6 +18,9 @@ from echelon.memory.recompute.selective import not_watched
 from echelon.nn.draws.sample_draws import not_intercepted
 from echelon.nn.dropout.modules import KeyedDropout, draw_ahead, is_keyed
 from echelon.nn.experts import gates_of
+from echelon.nn.huggingface.adapters import reason_not_passed_on
+from echelon.nn.huggingface.modules import blocks_in, has_cache, makes_cache, without_cache
+from echelon.nn.layering import around_layers, called_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
 from echelon.parallel.stage import Stage
@@ -41,7 +44,7 @@ _KEPT_SHARES = (0.58, 0.63)
 
 
 def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> None:
-    """If the plan says so, compile each layer that the stages list; a model that lists none, as a whole.
+    """If the plan says so, compile the `compiled_modules` of the stages, each by itself.
 
     Tensor ranks compute gradients of weights that are not split each for itself. These must be the same to
     the last bit, or the weights drift apart: they take the same kernels.
@@ -55,14 +58,42 @@ def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> N
         compilers = [SelectiveCompiler(options, share) for share in _KEPT_SHARES]
     in_turn = cycle(compilers)
     for stage in stages:
-        for layer in dict.fromkeys(stage.wrapped_layers(plan)):
-            if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
-                wrapping.wrap(CompiledForward(layer, options, next(in_turn)))
-                for parameter in layer.parameters():
-                    if parameter.requires_grad:
-                        wrapping.hold("compile", layer, parameter.register_hook(own_memory))
+        for module in compiled_modules(stage, plan):
+            wrapping.wrap(CompiledForward(module, options, next(in_turn)))
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    wrapping.hold("compile", module, parameter.register_hook(own_memory))
+        for module in filter(makes_cache, stage.module.modules()):
+            # A layer that writes to a cache does so by its number, and each would be compiled for its own.
+            wrapping.before("compile", module, without_cache, with_kwargs=True)
         for gate in gates_of(stage.module):
             wrapping.wrap(EagerForward(gate))
+
+
+def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
+    """Return what is compiled of a stage: its layers; or those that its own forward calls, and what is beside
+    them; or the module, if no layers are known."""
+    modules = stage.wrapped_layers(plan)
+    if modules == [stage.module] and not reason_not_passed_on(stage.module):
+        called = called_layers(stage.module)
+        blocks = blocks_in(stage.module) if called is None else called.layers
+        if blocks:
+            _, beside = around_layers(stage.module, blocks)
+            chosen = {*filter(_can_fuse, _members(beside)), *blocks}
+            modules = [module for module in stage.module.modules() if module in chosen]
+    return [module for module in dict.fromkeys(modules) if not is_keyed(module)]  # a dropout alone
+
+
+def _members(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield modules, and in place of a list, which is never called, its members."""
+    for module in modules:
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        yield from _members(module.children()) if is_list else (module,)
+
+
+def _can_fuse(module: nn.Module) -> bool:
+    """Return whether a module has weights, and is more than one product or look-up."""
+    return type(module) not in (nn.Linear, nn.Embedding) and any(True for _ in module.parameters())
 
 
 def own_memory(gradient: Tensor) -> Tensor | None:
@@ -96,6 +127,8 @@ class CompiledForward(Wrapper):
         self._low = [p for p in module.parameters() if gradient_dtype(p) != p.dtype]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if has_cache((*args, *kwargs.values())):  # it generates
+            return self.inner(*args, **kwargs)
         if self._compiled is None:
             prepare_compiling(self.module)
             self._compiled = (

@@ -20,6 +20,7 @@ from echelon.nn.huggingface.own_loss import gate_loss_coefficients
 from echelon.nn.layering import name_layers
 from echelon.nn.losses import Loss
 from echelon.nn.tracing import without_compiling
+from echelon.nn.wrapping import Wrapping
 from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.stage import iterated_modules
 from echelon.plan import Plan
@@ -39,14 +40,15 @@ def accept_model(
     loss: Loss | None,
     clip: float | None,
     loss_scale: LossScale | None,
-    objective: Objective | None = None,
-    layers: str | Sequence[str] | None = None,
+    objective: Objective | None,
+    layers: str | Sequence[str] | None,
+    wrapping: Wrapping,
 ) -> tuple[nn.Module, Plan, Loss]:
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
     may be the model's own. `layers`: the names of the lists that have the model's layers."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     check_wrappers(model)
-    model = without_compiling(model)
+    model = without_compiling(model, wrapping)
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
     name_layers(model, layers)

@@ -90,12 +90,14 @@ def parallelize(
     given = (boundaries, tensor_table, weights, layers)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
     check_objective(objective, loss, plan)
-    model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers)
-    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
-    model, source = prepare(model, plan, weights)
-    plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
+    updating = (optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
-        mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
+        wrapping = undo.enter_context(Wrapping())
+        model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers, wrapping)
+        rule = UpdateRule.of(plan, *updating)
+        model, source = prepare(model, plan, weights)
+        plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
+        mesh = undo.enter_context(closing(Mesh.join(plan)))
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         multiply_in_float8(model, plan, wrapping)  # precision=fp8

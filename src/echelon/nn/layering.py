@@ -145,6 +145,15 @@ def called_layers(model: nn.Module) -> LayerList | None:
     return next(iter(found.values())) if len(found) == 1 else None
 
 
+def around_layers(model: nn.Module, layers: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules in which layers are, and what is beside layers in these: an embedding, a head."""
+    in_layers = {module for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if module not in in_layers]
+    holders = {module: None for module in outside if not in_layers.isdisjoint(module.modules())}
+    children = dict.fromkeys(child for holder in holders for child in holder.children())
+    return list(holders), [child for child in children if child not in in_layers and child not in holders]
+
+
 def stage_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers between which a pipeline cuts: those that the model lists, or else that its forward
     calls. A known family, or a model of peft, that lists none has a reason, and stays refused with it."""

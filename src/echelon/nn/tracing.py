@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from echelon.nn.wrapping import Wrapping
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -19,8 +21,9 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return _disable_dynamo(function)
 
 
-def without_compiling(model: nn.Module) -> nn.Module:
-    """Return the model inside of what torch.compile made of it, with no module compiled.
+def without_compiling(model: nn.Module, wrapping: Wrapping) -> nn.Module:
+    """Return the model inside of what torch.compile made of it, with no module compiled until `wrapping` is
+    removed.
 
     A plan changes how modules are called, and names are those of the model itself. `compile=true` in a plan
     compiles the result.
@@ -28,10 +31,10 @@ def without_compiling(model: nn.Module) -> nn.Module:
     model = _original(model)
     for module in list(model.modules()):
         if module._compiled_call_impl is not None:  # model.compile()
-            module._compiled_call_impl = None
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = _original(child)
+            wrapping.assign(module, "_compiled_call_impl", None)
+        for name, child in list(module._modules.items()):
+            if child is not None and _original(child) is not child:
+                wrapping.assign(module, name, _original(child))
     return model
 
 

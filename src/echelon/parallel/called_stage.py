@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import call
-from echelon.nn.layering import name_layers
+from echelon.nn.layering import around_layers, name_layers
 from echelon.nn.wrapping import Wrapper, Wrapping
 from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import LocalStages
@@ -94,13 +94,9 @@ class CalledStage(nn.Module):
         self._whole, self._all, self._begin, self._end = (model,), tuple(layers), begin, end
         self._names = names
         self._layers = nn.ModuleList(layers[begin:end])
-        in_layers = {module for layer in layers for module in layer.modules()}
-        outside = [module for module in model.modules() if module not in in_layers]
-        holds_layers = {m for m in outside if any(each in in_layers for each in m.modules())}
-        roots = [c for m in outside if m in holds_layers for c in m.children() if c not in holds_layers]
-        self._outside = nn.ModuleList(dict.fromkeys(root for root in roots if root not in in_layers))
-        self._containers = tuple(holds_layers)
-        direct = dict.fromkeys(p for m in outside if m in holds_layers for p in m.parameters(recurse=False))
+        containers, beside = around_layers(model, layers)
+        self._outside, self._containers = nn.ModuleList(beside), tuple(containers)
+        direct = dict.fromkeys(p for module in containers for p in module.parameters(recurse=False))
         for number, parameter in enumerate(direct):
             self.register_parameter(f"_direct{number}", parameter)
         name_layers(self, "_layers")

@@ -1,7 +1,7 @@
 """Properties of single modules of transformers that their class or their attributes show."""
 
-from collections.abc import Callable
-from inspect import getsource
+from collections.abc import Callable, Iterable
+from inspect import getsource, signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -119,3 +119,35 @@ def casts_to_float32(module: nn.Module) -> bool:
     scans (Mamba)."""
     names = ("RMSNorm", "LayerNorm", "Router", "Attention", "Mixer")
     return is_of_transformers(module) and type(module).__name__.endswith(names)
+
+
+def blocks_in(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of models of transformers in `model`, of any architecture: what these checkpoint."""
+    blocks = [module for module in model.modules() if _is_block(module)]
+    inside = {each for block in blocks for each in block.modules() if each is not block}
+    return [block for block in blocks if block not in inside]
+
+
+def _is_block(module: nn.Module) -> bool:
+    kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in kinds)
+
+
+def makes_cache(module: Any) -> bool:
+    """Return True if a call of a module makes a cache for generation, unless the caller says otherwise."""
+    if not is_pretrained(module) or not getattr(module.config, "use_cache", False):
+        return False
+    return "use_cache" in signature(type(module).forward).parameters
+
+
+def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook before the forward of a module that `makes_cache`: none is made unless the caller asks."""
+    by_position = list(signature(type(module).forward).parameters)[1 : len(args) + 1]
+    if kwargs.get("use_cache") is not None or "use_cache" in by_position:
+        return None
+    return args, kwargs | {"use_cache": False}
+
+
+def has_cache(arguments: Iterable[Any]) -> bool:
+    """Return True if one of the arguments of a layer is a cache."""
+    return any(type(each).__module__ == "transformers.cache_utils" for each in arguments)
