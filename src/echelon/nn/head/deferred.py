@@ -331,7 +331,9 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, product: _Product) -> Tensor:  # noqa: ARG004
         logits = F.linear(product.states(), product.weight, product.bias)
-        return logits.new_empty(0).set_(logits)  # the same memory, and no view, which could not be written to
+        memory: Any = logits.new_empty(0)
+        result: Tensor = memory.set_(logits)  # the same memory, and no view, which could not be written to
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
