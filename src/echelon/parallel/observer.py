@@ -160,6 +160,10 @@ class Observers:
             for event in _EVENTS
         }
 
+    def hears(self, event: str) -> bool:
+        """Return whether there is an observer to tell of it."""
+        return bool(self._by_event[event])
+
     def tell(self, event: str, *args: object) -> None:
         for hear in self._by_event[event]:
             hear(*args)

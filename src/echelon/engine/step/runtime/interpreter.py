@@ -7,7 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from echelon.engine.step.runtime.flight import Flight, Microbatch, MicrobatchLoss, Value, wanted
+from echelon.engine.step.runtime.flight import (
+    Flight,
+    LossSums,
+    Microbatch,
+    MicrobatchLoss,
+    StartGradients,
+    Value,
+    wanted,
+)
 from echelon.engine.step.runtime.mailbox import Mailbox
 from echelon.engine.step.runtime.message import TALLY, Gradients, Leaf
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
@@ -65,7 +73,9 @@ class Interpreter:
         self._gradients: dict[Slot, Gradients] = {}  # of a stage's outputs
         self._returning: dict[Slot, tuple[list[Leaf], Gradients]] = {}  # of its inputs, and their form
         self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
-        self._since_update = self._no_losses()
+        self._start_gradients = StartGradients()
+        self._tally = LossSums(device)
+        self._since_update = self._no_losses()  # where every update has losses of its own
         self._timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
@@ -82,7 +92,7 @@ class Interpreter:
             Op.FREE: lambda instruction: self._stages[instruction.stage].free(),
             Op.REDUCE: self._reduce,
             Op.TIE: lambda _: self._runtime.tie(),
-            Op.NORM: lambda _: self._runtime.norm(self._since_update),
+            Op.NORM: self._norm,
             Op.STASH: self._stash,
             Op.POP: self._pop,
             Op.UPDATE: self._update,
@@ -97,9 +107,8 @@ class Interpreter:
         """
         self._script, self._feed = script, feed
         self._splits = script.splits_backward
-        self._tally = self._no_losses()
-        if self._versions is None:  # all of a step's losses are one update's
-            self._since_update = self._tally
+        if not script.continues:
+            self._tally = LossSums(self._device)
         self._timer.start_step(script.rank, script.instructions, continues=script.continues)
         if not script.continues:
             self._mailbox.start_step(script, feed)
@@ -109,13 +118,13 @@ class Interpreter:
         if not script.continues:
             self._mailbox.finish_step()
         self._feed = {}
-        return self._tally
+        return self._tally.row()
 
     def _execute(self, script: Script) -> None:
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
-            if self._at == script.first_backward:
-                self._observers.tell("before_backwards", self._tally)
+            if self._at == script.first_backward and self._observers.hears("before_backwards"):
+                self._observers.tell("before_backwards", self._tally.row())
             self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead()
@@ -136,7 +145,7 @@ class Interpreter:
 
     def forget_losses(self) -> None:
         """No update is made of what has run since the last one."""
-        self._since_update = self._no_losses()
+        self._tally, self._since_update = LossSums(self._device), self._no_losses()
 
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
@@ -180,24 +189,23 @@ class Interpreter:
 
     def _count(self, instruction: Instruction, loss: MicrobatchLoss) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
-        total, count, normaliser = loss
-        count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
-        # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
+        normaliser = loss.normaliser
         # Weights of samples may be learned: what is counted has a gradient then.
-        known, weight = (n.detach() if isinstance(n, Tensor) else n for n in (count, normaliser))
-        tally = None if self._versions is None else self._no_losses()
+        has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
+        total = loss.total(loss.root if has_way else loss.root.detach())
+        # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
+        tally = None if self._versions is None else LossSums(self._device)
+        known, weight = _detached(loss.counted), _detached(normaliser)
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
-                _add_losses(counted, total.detach(), known, known * weight)  # it outlives the graph
-        if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
-            normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
+                counted.add(total.detach(), known, known * weight)  # it outlives the graph
         # The backward pass of total / normaliser; a division that needs no gradient is no part of the graph.
-        has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
-        start = total / normaliser if has_way else total
+        start = total / loss.divisor(total.dtype) if has_way else loss.root
         if torch.is_grad_enabled():
-            ones = torch.ones_like(start)
-            gradients = [ones if has_way else ones / normaliser] if start.requires_grad else []
-            self._gradients[slot_of(instruction)] = Gradients([*gradients], tally)
+            gradients: list[Tensor | None] = []
+            if start.requires_grad:
+                gradients = [torch.ones_like(start) if has_way else self._start_gradients.of(loss)]
+            self._gradients[slot_of(instruction)] = Gradients(gradients, tally and tally.row())
         return start
 
     def _pass_on(self, instruction: Instruction, value: Value) -> None:
@@ -329,6 +337,10 @@ class Interpreter:
         assert instruction.version is not None
         self._versions.pop(instruction.version)
 
+    def _norm(self, _: Instruction) -> None:
+        """Without versions of weights, all of a step's losses are one update's."""
+        self._runtime.norm(self._tally.row() if self._versions is None else self._since_update)
+
     def _update(self, _: Instruction) -> None:
         self._runtime.update()
         if self._versions is not None:
@@ -345,9 +357,8 @@ class Interpreter:
         return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank
 
 
-def _add_losses(tally: Tensor, total: Tensor, count: Number, weighted: Number) -> None:
-    for place, number in zip(tally.unbind(), (total, count, weighted), strict=True):
-        place.add_(number)
+def _detached(number: Number) -> Number:
+    return number.detach() if isinstance(number, Tensor) else number
 
 
 # Gradients of gradients: what cannot be differentiated twice is said in a sentence.
