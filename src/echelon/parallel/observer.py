@@ -114,6 +114,7 @@ class StepObserver:
         """A pass has raised: let go of what belongs to passes that will not end."""
 
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _EVENTS = tuple(name for name, value in vars(StepObserver).items() if callable(value))
 
 
@@ -172,7 +173,7 @@ class Observers:
         """The contexts of all observers, the first outermost."""
         contexts = [each for ask in self._by_event[event] if (each := ask(*args)) is not None]
         if not contexts:
-            return nullcontext()
+            return _NOTHING
         return contexts[0] if len(contexts) == 1 else _nested(contexts)
 
 

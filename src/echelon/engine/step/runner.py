@@ -22,7 +22,7 @@ from echelon.engine.step.runtime.interpreter import Interpreter
 from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
-from echelon.engine.step.side_effects import FirstForward, without_autocast_cache
+from echelon.engine.step.side_effects import FirstForward, WithoutAutocastCache
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.nn.sample_gathering import Replicas
@@ -265,7 +265,7 @@ class StepRunner(ABC):
         if self.is_broken:
             raise UserError(self._failure)
         try:
-            with without_autocast_cache(), self.replicas.gathering():
+            with WithoutAutocastCache(), self.replicas.gathering():
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()

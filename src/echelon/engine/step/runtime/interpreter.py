@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
 from echelon.update.numbers import Number
+
+_NOTHING = nullcontext()
 
 # After these the form of another message may be known, or the one before it taken.
 _LETS_POST = {Op.FORWARD} | RECEIVES
@@ -222,10 +224,12 @@ class Interpreter:
         backward = BackwardPass(slot, "both", has_work=True)
         self._observers.tell("before_backward", backward)
         # What is computed again in the backward pass needs the weights of the forward.
-        with self._accumulating(instruction), self._weights(instruction):
+        self._start_backward(instruction)
+        with self._weights(instruction):
             outputs, known = flight.known(gradients)
             if outputs:
                 torch.autograd.backward(outputs, known)
+        self._stages[instruction.stage].finish_backward()
         self._observers.tell("after_backward", backward)
         self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
         self._add_up(gradients.tally)
@@ -246,14 +250,15 @@ class Interpreter:
         assert flight.split is not None
         backward = BackwardPass(slot_of(instruction), "weights", has_work=True)
         self._observers.tell("before_backward", backward)
-        with self._accumulating(instruction):
-            flight.split.for_weights()
+        self._start_backward(instruction)
+        flight.split.for_weights()
+        self._stages[instruction.stage].finish_backward()
         self._observers.tell("after_backward", backward)
 
     def _watch_hooks(self, flight: Flight) -> AbstractContextManager[None]:
         """Around a forward pass whose backward pass is to be split: what has hooks is not."""
         if not self._splits or not torch.is_grad_enabled():
-            return nullcontext()
+            return _NOTHING
         return self._note_hooks(flight)
 
     @contextmanager
@@ -262,13 +267,10 @@ class Interpreter:
             yield
         flight.is_hooked = watch.is_hooked
 
-    @contextmanager
-    def _accumulating(self, instruction: Instruction) -> Iterator[None]:
-        """Around a backward pass that adds to the gradients of weights."""
+    def _start_backward(self, instruction: Instruction) -> None:
+        """A backward pass begins that adds to the gradients of weights."""
         stage = self._stages[instruction.stage]
         stage.start_backward(last=self._at in self._script.lasts and not self._rounds_to_make_up(stage))
-        yield
-        stage.finish_backward()
 
     def _pass_back(self, instruction: Instruction, flight: Flight, gradients: Gradients) -> None:
         if instruction.stage == 0:
@@ -305,7 +307,7 @@ class Interpreter:
 
     def _weights(self, instruction: Instruction) -> AbstractContextManager[None]:
         if self._versions is None or instruction.version is None:
-            return nullcontext()
+            return _NOTHING
         return self._versions.using(instruction.version)
 
     def _gather(self, instruction: Instruction) -> None:
@@ -366,18 +368,18 @@ def _detached(number: Number) -> Number:
 _TORCH_SAYS = "differentiate twice"
 
 
-@contextmanager
-def explain_second_order() -> Iterator[None]:
+@final
+class explain_second_order:  # noqa: N801 (read as `with explain_second_order():`)
     """Around forward and backward passes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if _TORCH_SAYS not in str(error):
-            raise
-        raise UserError(
-            "the model or loss differentiates a gradient (torch.autograd.grad with create_graph=True), and "
-            "its way leads through an operation that can be differentiated once: ring attention "
-            "(attention=all-to-all can be differentiated twice), echelon's own cross entropy, or a function "
-            "of the model that is marked once_differentiable; keep it out of that gradient, or use a plan "
-            "without context and tensor"
-        ) from error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and _TORCH_SAYS in str(error):
+            raise UserError(
+                "the model or loss differentiates a gradient (torch.autograd.grad with create_graph=True), "
+                "and its way leads through an operation that can be differentiated once: ring attention "
+                "(attention=all-to-all can be differentiated twice), echelon's own cross entropy, or a "
+                "function of the model that is marked once_differentiable; keep it out of that gradient, or "
+                "use a plan without context and tensor"
+            ) from error
