@@ -35,7 +35,7 @@ class ForwardPass(NamedTuple):
 
 
 class LossPass(NamedTuple):
-    """The loss of one microbatch was computed: its total, and what it was computed from."""
+    """The loss of one microbatch was computed: its total, detached, and what it was computed from."""
 
     output: Any
     targets: Any

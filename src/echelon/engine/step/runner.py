@@ -62,7 +62,8 @@ class StepRunner(ABC):
         # Ranks that talk within passes must run the same number of them.
         fixed_count = self._pipelined or talks or plan.schedule_is_file
         self.feed = Feed(self._mesh, self._local, self._layers, self._scopes, fixed_count=fixed_count)
-        self.losses = Losses(self._layers, self.observers)
+        deferred = self._update.deferred or self._mesh.device.type != "cpu"  # numbers of losses are not read
+        self.losses = Losses(self._layers, self.observers, deferred=deferred)
         self.replicas = Replicas(self._mesh)
         self._normaliser = LossNormaliser(
             self._mesh,
@@ -87,6 +88,7 @@ class StepRunner(ABC):
             self.wire,
             self._mesh.device,
             self._prepare(),
+            deferred=deferred,
         )
 
     def train(self, batch: Batch, step: int) -> StepNumbers:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -103,8 +104,9 @@ def test_the_gradient_of_a_loss_is_kept_while_it_is_the_same() -> None:
     assert gradients.of(MicrobatchLoss(root, (4,), 4, 16.0)).item() == 0.25
 
 
-def test_sums_of_losses_are_those_of_float64() -> None:
-    sums = LossSums(torch.device("cpu"))
+@pytest.mark.parametrize("deferred", [False, True])
+def test_sums_of_losses_are_those_of_float64(deferred: bool) -> None:
+    sums = LossSums(torch.device("cpu"), deferred=deferred)
     sums.add(torch.tensor(0.1), 3, torch.tensor(0.25, dtype=torch.float64))
     sums.add(torch.tensor(0.2), torch.tensor(4), 1.0)
     expected = torch.tensor(0.1).double() + torch.tensor(0.2).double()

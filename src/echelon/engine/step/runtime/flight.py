@@ -131,8 +131,9 @@ class Microbatch(NamedTuple):
 class Losses:
     """Calls the user's loss without padding, and says what it is divided by before the backward pass."""
 
-    def __init__(self, layers: LayerSharding, observers: Observers) -> None:
-        self._layers, self._observers = layers, observers
+    def __init__(self, layers: LayerSharding, observers: Observers, *, deferred: bool) -> None:
+        """`deferred`: numbers stay on the device."""
+        self._layers, self._observers, self._deferred = layers, observers, deferred
         # Whether losses are this rank's to count: those along `tensor` compute the same.
         self.are_counted = layers.counts_loss
 
@@ -145,10 +146,9 @@ class Losses:
         step, is_sum, is_pair = microbatch.normaliser, isinstance(result, Sum), isinstance(result, tuple)
         all_samples = (1 if step is None else step.all_samples()) if is_sum else None
         root, factor, count = root_and_count(result, targets.num_samples, all_samples)
-        if isinstance(count, Tensor) and count.is_cpu and not count.requires_grad:
-            count = count.item()  # nothing waits for it, and sums of Python's numbers cost less
-        elif isinstance(count, Tensor):
-            count = count.double()  # integers times floats are float32
+        if isinstance(count, Tensor):
+            is_known = not self._deferred and not count.requires_grad
+            count = count.item() if is_known else count.double()  # integers times floats are float32
         # The samples that a mean counts are shared by the ranks along `context`, whose sums are added up.
         weight = microbatch.weight * (1 if is_pair else targets.share)
         normaliser: Number = 0.0 if is_sum else 1.0
@@ -158,7 +158,7 @@ class Losses:
         loss = MicrobatchLoss(root, factors, count if weight == 1 else count * weight, normaliser)
         if self._observers.hears("after_loss"):
             counts = microbatch.weight > 0
-            seen_loss = LossPass(*seen, loss.total(root), targets.num_samples, counts=counts)
+            seen_loss = LossPass(*seen, loss.total(root.detach()), targets.num_samples, counts=counts)
             self._observers.tell("after_loss", seen_loss)
         return loss
 
@@ -201,29 +201,28 @@ def _start_gradient(loss: MicrobatchLoss) -> Tensor:
 
 @final
 class LossSums:
-    """The sums over microbatches: loss total, count, and count times what the losses were divided by. On a
-    CPU they are Python's numbers, which are float64; other devices are not waited for."""
+    """The sums over microbatches: loss total, count, and count times what the losses were divided by. They
+    are Python's numbers, which are float64; or, `deferred`, on the device, which is not waited for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, deferred: bool) -> None:
+        self._device, self._deferred = device, deferred
         self._numbers = [0.0, 0.0, 0.0]
         self._row: Tensor | None = None
 
     def add(self, *numbers: Number) -> None:
-        is_on_host = self._device.type == "cpu"
         for place, number in enumerate(numbers):
-            if is_on_host or not isinstance(number, Tensor):
-                self._numbers[place] += float(number)
-            else:
+            if self._deferred and isinstance(number, Tensor):
                 self._on_device()[place].add_(number)
-        if is_on_host:
+            else:
+                self._numbers[place] += float(number)
+        if not self._deferred:
             self._row = None
 
     def row(self) -> Tensor:
         """Return the three as one tensor."""
-        if self._device.type == "cpu":
-            if self._row is None:
-                self._row = torch.from_numpy(numpy.array(self._numbers))  # a fifth of torch.tensor's time
+        if not self._deferred:
+            if self._row is None:  # torch.tensor would take five times as long
+                self._row = torch.from_numpy(numpy.array(self._numbers)).to(self._device)
             return self._row
         row = self._on_device()
         for place, number in enumerate(self._numbers):

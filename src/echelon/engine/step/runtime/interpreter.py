@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -66,7 +67,10 @@ class Interpreter:
         wire: Wire,
         device: torch.device,
         versions: Versions | None,
+        *,
+        deferred: bool = False,
     ) -> None:
+        """`deferred`: the sums of losses stay on the device."""
         self._stages, self._losses, self._observers, self._runtime = stages, losses, observers, runtime
         self._device, self._versions = device, versions
         self._inputs: dict[Slot, Value] = {}
@@ -76,7 +80,8 @@ class Interpreter:
         self._returning: dict[Slot, tuple[list[Leaf], Gradients]] = {}  # of its inputs, and their form
         self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
         self._start_gradients = StartGradients()
-        self._tally = LossSums(device)
+        self._sums = partial(LossSums, device, deferred=deferred)
+        self._tally = self._sums()
         self._since_update = self._no_losses()  # where every update has losses of its own
         self._timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
@@ -110,7 +115,7 @@ class Interpreter:
         self._script, self._feed = script, feed
         self._splits = script.splits_backward
         if not script.continues:
-            self._tally = LossSums(self._device)
+            self._tally = self._sums()
         self._timer.start_step(script.rank, script.instructions, continues=script.continues)
         if not script.continues:
             self._mailbox.start_step(script, feed)
@@ -147,7 +152,7 @@ class Interpreter:
 
     def forget_losses(self) -> None:
         """No update is made of what has run since the last one."""
-        self._tally, self._since_update = LossSums(self._device), self._no_losses()
+        self._tally, self._since_update = self._sums(), self._no_losses()
 
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
@@ -196,7 +201,7 @@ class Interpreter:
         has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
         total = loss.total(loss.root if has_way else loss.root.detach())
         # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
-        tally = None if self._versions is None else LossSums(self._device)
+        tally = None if self._versions is None else self._sums()
         known, weight = _detached(loss.counted), _detached(normaliser)
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
