@@ -145,10 +145,11 @@ class Losses:
         check_loss(result)
         step, is_sum, is_pair = microbatch.normaliser, isinstance(result, Sum), isinstance(result, tuple)
         all_samples = (1 if step is None else step.all_samples()) if is_sum else None
-        root, factor, count = root_and_count(result, targets.num_samples, all_samples)
-        if isinstance(count, Tensor):
-            is_known = not self._deferred and not count.requires_grad
-            count = count.item() if is_known else count.double()  # integers times floats are float32
+        root, factor, counted = root_and_count(result, targets.num_samples, all_samples)
+        count: Number = counted
+        if isinstance(counted, Tensor):
+            is_known = not self._deferred and not counted.requires_grad
+            count = counted.item() if is_known else counted.double()  # integers times floats are float32
         # The samples that a mean counts are shared by the ranks along `context`, whose sums are added up.
         weight = microbatch.weight * (1 if is_pair else targets.share)
         normaliser: Number = 0.0 if is_sum else 1.0
