@@ -135,8 +135,8 @@ class SynchronousUpdate(Update):
             sums: list[float] = summed.tolist()
             self._scaling = scale(sums, self._clip, **rules)
             self._count = sums[1] if tally.dim() == 1 else float(last_count)
-            of_gates = [] if gates is None else auxiliary.tolist()
-            values = [*sums[:2], *map(float, self._found()), *sums[4:], *of_gates]
+            values = [*sums[:2], *map(float, self._found()), *sums[4:]]
+            values += [] if gates is None else auxiliary.tolist()
         self._is_own = own is not None
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
