@@ -14,7 +14,16 @@ from echelon.engine.step.runtime.flight import Microbatch
 from echelon.errors import UserError
 from echelon.parallel.data.sharing import Problem
 from echelon.update import numbers as numbers_module
-from echelon.update.numbers import HostCopy, Outcome, Scaling, StepNumbers, Tallies, loss_and_count, scale
+from echelon.update.numbers import (
+    HostCopy,
+    Outcome,
+    Scaling,
+    StepNumbers,
+    Tallies,
+    either,
+    loss_and_count,
+    scale,
+)
 from tests.reads import no_reads
 
 
@@ -259,3 +268,13 @@ def test_tallies_of_an_update_know_the_last_row_of_its_own_loss_and_end_with_the
     assert (tallies.own, tallies.joined().tolist()) == (1, [[1.0] * 3, [0.0] * 3, [1.0] * 3])
     with pytest.raises(UserError, match="summed over ranks already"):
         tallies.next_pass()
+
+
+def test_a_flag_that_is_known_takes_no_operation() -> None:
+    flag = torch.tensor(True)
+    assert either(flag, False) is flag
+    assert either(False, flag) is flag
+    assert either(torch.tensor(False), flag).item() is True
+    for one in (False, True):
+        for other in (False, True):
+            assert either(one, other) == (one or other)

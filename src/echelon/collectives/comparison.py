@@ -12,8 +12,8 @@ before one of the two begins, and no byte moves. The other end compares when it 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple, final
@@ -37,14 +37,21 @@ _MESSAGES = ("send", "recv")
 _content: ContextVar[str] = ContextVar("content", default="")
 
 
-@contextmanager
-def about_content(text: str) -> Iterator[None]:
+def about_content(text: str) -> AbstractContextManager[None]:
     """Messages inside carry this ('activation of microbatch 3 from stage 0'), as both ends must know."""
-    token = _content.set(text)
-    try:
-        yield
-    finally:
-        _content.reset(token)
+    return _AboutContent(text)
+
+
+@final
+class _AboutContent:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __enter__(self) -> None:
+        self._token = _content.set(self._text)
+
+    def __exit__(self, *_: object) -> None:
+        _content.reset(self._token)
 
 
 class Call(NamedTuple):

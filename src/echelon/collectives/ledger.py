@@ -16,7 +16,7 @@ Bytes follow from a rule, not from the backend. `payload` is the whole buffer of
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -131,14 +131,9 @@ class Ledger:
             self._add_times(self._unread.popleft().read())
         self._moves = []
 
-    @contextmanager
-    def about(self, subject: str) -> Iterator[None]:
+    def about(self, subject: str) -> AbstractContextManager[None]:
         """Operations that begin inside are entered under `subject`: gradients, parameters, metrics …"""
-        previous, self.subject = self.subject, self.subject if self._is_fixed else subject
-        try:
-            yield
-        finally:
-            self.subject = previous
+        return _About(self, subject)
 
     @contextmanager
     def only_about(self, subject: str) -> Iterator[None]:
@@ -225,3 +220,18 @@ def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, start + seconds - max(end, start))
         end = max(end, start + seconds)
     return covered
+
+
+@final
+class _About:
+    def __init__(self, ledger: Ledger, subject: str) -> None:
+        self._ledger, self._subject = ledger, subject
+
+    def __enter__(self) -> None:
+        ledger = self._ledger
+        self._before = ledger.subject
+        if not ledger._is_fixed:
+            ledger.subject = self._subject
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.subject = self._before

@@ -82,22 +82,31 @@ def _kind_of(value: object) -> str:
     return f"is {'None' if value is None else 'a ' + type(value).__name__}"
 
 
+def root_and_count(
+    result: Any, samples: int, all_samples: Tensor | float | None = None
+) -> tuple[Tensor, Tensor | float, Tensor | int]:
+    """Return a loss of so many samples as (root, factor, count): its total is root · factor, where root is
+    the tensor that the loss has returned. A plain mean is one over that many.
+
+    Totals are added up, and divided by all counts, which are `all_samples`: so a Sum is multiplied by these.
+    """
+    if isinstance(result, Sum):
+        return result.total, samples if all_samples is None else all_samples, samples
+    if isinstance(result, tuple):
+        return result[0], 1, result[1]
+    return result, samples, samples
+
+
 def total_and_count(
     result: Any, samples: int, all_samples: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor | int]:
-    """Return a loss of so many samples as (total, count). A plain mean is one over that many.
-
-    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds. Totals are
-    added up, and divided by all counts, which are `all_samples`: so a Sum is multiplied by these.
-    """
-    if isinstance(result, Sum):
-        return _in_float32(result.total) * (samples if all_samples is None else all_samples), samples
-    if isinstance(result, tuple):
-        return _in_float32(result[0]), result[1]
-    return _in_float32(result) * samples, samples
+    """The same as (total, count). The total is float32 at least: a sum over samples, times a loss scale, is
+    more than fp16 holds."""
+    root, factor, count = root_and_count(result, samples, all_samples)
+    return in_float32(root) * factor, count
 
 
-def _in_float32(total: Tensor) -> Tensor:
+def in_float32(total: Tensor) -> Tensor:
     return total.to(torch.promote_types(total.dtype, torch.float32))
 
 

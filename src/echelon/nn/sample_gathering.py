@@ -7,8 +7,8 @@ An engine divides losses so that their sum over replicas is the loss of the glob
 each replica has computed of all rows, the sum of the shares' gradients is the gradient of one device.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, final
@@ -35,14 +35,9 @@ class Replicas:
         self.error = "" if mesh is None else _error(mesh, self.group)
         self.is_used = False  # whether anything was gathered
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
+    def gathering(self) -> AbstractContextManager[None]:
         """Let `gather_samples` gather over these replicas inside."""
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+        return _Gathering(self)
 
     def open(self) -> None:
         """Let it do so also where no engine runs: between the calls of a loop of the user's own."""
@@ -50,6 +45,18 @@ class Replicas:
 
     def close(self) -> None:
         _open.pop(self, None)
+
+
+@final
+class _Gathering:
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def __enter__(self) -> None:
+        self._token = _CURRENT.set(self._replicas)
+
+    def __exit__(self, *_: object) -> None:
+        _CURRENT.reset(self._token)
 
 
 def _error(mesh: Mesh, group: Group | None) -> str:

@@ -35,7 +35,7 @@ class ForwardPass(NamedTuple):
 
 
 class LossPass(NamedTuple):
-    """The loss of one microbatch was computed: its total, and what it was computed from."""
+    """The loss of one microbatch was computed: its total, detached, and what it was computed from."""
 
     output: Any
     targets: Any
@@ -114,6 +114,7 @@ class StepObserver:
         """A pass has raised: let go of what belongs to passes that will not end."""
 
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 _EVENTS = tuple(name for name, value in vars(StepObserver).items() if callable(value))
 
 
@@ -160,6 +161,10 @@ class Observers:
             for event in _EVENTS
         }
 
+    def hears(self, event: str) -> bool:
+        """Return whether there is an observer to tell of it."""
+        return bool(self._by_event[event])
+
     def tell(self, event: str, *args: object) -> None:
         for hear in self._by_event[event]:
             hear(*args)
@@ -168,7 +173,7 @@ class Observers:
         """The contexts of all observers, the first outermost."""
         contexts = [each for ask in self._by_event[event] if (each := ask(*args)) is not None]
         if not contexts:
-            return nullcontext()
+            return _NOTHING
         return contexts[0] if len(contexts) == 1 else _nested(contexts)
 
 

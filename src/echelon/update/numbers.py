@@ -28,6 +28,13 @@ def choose(condition: Flag, one: Number, other: Number) -> Number:
     return one if condition else other
 
 
+def either(one: Flag, other: Flag) -> Flag:
+    """Return `one | other`, without an operation on the device where one of them is known to be false."""
+    if one is False or other is False:
+        return other if one is False else one
+    return one | other
+
+
 class Scaling(NamedTuple):
     """`factor` of the gradients; `norm` of the mean's, before clipping.
 
@@ -43,7 +50,7 @@ class Scaling(NamedTuple):
 
     @property
     def skip(self) -> Flag:
-        return self.refused | self.overflows | self.left_out
+        return either(either(self.refused, self.overflows), self.left_out)
 
 
 def scale(
@@ -64,14 +71,17 @@ def scale(
     total, count, weighted, square = sums[:4]
     flags, is_empty = sums[4:], count == 0
     refused = is_empty | (flags.any() if isinstance(flags, Tensor) else any(flags))
-    accepted = refused ^ True  # `not`, of a bool and of a tensor alike
-    overflows = accepted & _is_not_finite(square) if scaled else False
-    measured = total + count if scaled else total + count + square
-    left_out = accepted & _is_not_finite(measured) if skips else False
+    # `refused ^ True` is `not`, of a bool and of a tensor alike. What is not asked for is not computed: on a
+    # device each operation takes the host as long as a small layer.
+    overflows = (refused ^ True) & _is_not_finite(square) if scaled else False
+    left_out: Flag = False
+    if skips:
+        left_out = (refused ^ True) & _is_not_finite(total + count if scaled else total + count + square)
     divisor = count + is_empty  # where it is empty, all sums are 0, and so is the mean
     mean = weighted / divisor / divisor
     norm = mean * square**0.5
-    return Scaling(mean * clip_factor(norm, clip), refused, overflows, norm, left_out)
+    factor = mean if clip is None else mean * clip_factor(norm, clip)
+    return Scaling(factor, refused, overflows, norm, left_out)
 
 
 @final

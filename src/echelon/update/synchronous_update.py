@@ -24,7 +24,16 @@ from echelon.state.ownership import (
     whole_slice,
 )
 from echelon.update.averaging import WeightAverages
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers, add_calls, loss_and_count, scale
+from echelon.update.numbers import (
+    Flag,
+    GateNumbers,
+    Number,
+    StepNumbers,
+    add_calls,
+    either,
+    loss_and_count,
+    scale,
+)
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.precision.stepper import Stepper
@@ -126,13 +135,14 @@ class SynchronousUpdate(Update):
             sums: list[float] = summed.tolist()
             self._scaling = scale(sums, self._clip, **rules)
             self._count = sums[1] if tally.dim() == 1 else float(last_count)
-            values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
+            values = [*sums[:2], *map(float, self._found()), *sums[4:]]
+            values += [] if gates is None else auxiliary.tolist()
         self._is_own = own is not None
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
     def _found(self) -> tuple[Number, Number, Flag]:
         """Return the values of `StepNumbers` beside sums: norm, loss scale, whether the update is skipped."""
-        return self._scaling.norm, self.loss_scale, self._scaling.overflows | self._scaling.left_out
+        return self._scaling.norm, self.loss_scale, either(self._scaling.overflows, self._scaling.left_out)
 
     @property
     def skips(self) -> Flag:
@@ -144,7 +154,7 @@ class SynchronousUpdate(Update):
 
     @property
     def undoes(self) -> Flag:
-        return self._scaling.refused | self._scaling.left_out
+        return either(self._scaling.refused, self._scaling.left_out)
 
     def step(self) -> None:
         """A microbatch without samples is an update that changes nothing, and so is one that overflows."""

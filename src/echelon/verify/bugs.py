@@ -117,9 +117,9 @@ def take_mean_of_means(engine: Engine) -> bool:
     """Each loss is divided by its own count, and the sum by how many losses there are."""
 
     def mean_loss(loss: Callable[..., MicrobatchLoss], *args: Any) -> MicrobatchLoss:
-        total, count, normaliser = loss(*args)
-        count = torch.as_tensor(count)
-        return MicrobatchLoss(total / torch.where(count == 0, 1, count), (count != 0).double(), normaliser)
+        made = loss(*args)
+        count = float(made.counted)
+        return made._replace(factors=(*made.factors, 1 / (count or 1.0)), counted=float(count != 0))
 
     replace_method(engine._runner.losses, "of", mean_loss)
     return True

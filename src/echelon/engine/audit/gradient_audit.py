@@ -38,9 +38,9 @@ from echelon.engine.step.normaliser import workers_per_update
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import (
+    WithoutAutocastCache,
     as_checks,
     unchanged_weights,
-    without_autocast_cache,
     without_side_effects,
 )
 from echelon.errors import UserError
@@ -114,7 +114,7 @@ class GradientAudit:
         with (
             unchanged_weights(self._local.modules, self._mesh.plan, self._agreement.check),
             as_checks(self._mesh, self._modules),
-            without_autocast_cache(),
+            WithoutAutocastCache(),
             uncompressed(),
         ):
             return self._audit(choose, step)

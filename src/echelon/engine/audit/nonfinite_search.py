@@ -107,7 +107,7 @@ class _PassHooks(StepObserver):
             _hook((args, kwargs), partial(self._see_gradient, module, "input"))
 
     def after_loss(self, loss: LossPass) -> None:
-        value = wrong_value(loss.total.detach())
+        value = wrong_value(loss.total)
         if value:
             self._add("loss", None, value)
 

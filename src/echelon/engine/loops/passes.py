@@ -24,7 +24,7 @@ from echelon.collectives.agreement import gather_rows
 from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.setup import Setup
 from echelon.engine.step.feed import Upload, to_device
-from echelon.engine.step.side_effects import without_autocast_cache
+from echelon.engine.step.side_effects import WithoutAutocastCache
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError, raise_errors
 from echelon.nn.autograd.leaves import leaf_uses
@@ -86,7 +86,7 @@ class OwnPasses:
             self._stage.mark_run()
             self._stage.gather(backward=False)
             with (
-                without_autocast_cache(),
+                WithoutAutocastCache(),
                 self._setup.layers.using(None, whole_logits=True),
                 observers.around("around_pass", forward),
                 CountedSamples(self._samples, lambda: scope(0)),

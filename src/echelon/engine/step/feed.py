@@ -117,6 +117,9 @@ def to_device(structure: Any, device: torch.device) -> Any:
     event has passed.
     """
 
+    if type(structure) is Tensor and structure.device == device:
+        return structure
+
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf

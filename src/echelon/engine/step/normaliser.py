@@ -90,7 +90,8 @@ class LossNormaliser:
             self._latest = counts
         self._is_first = False
         self._is_only = self._has_one_loss(samples)
-        per_update = Counts(*(number / self._updates_per_step for number in counts))
+        num_updates = self._updates_per_step
+        per_update = counts if num_updates == 1 else Counts(*(number / num_updates for number in counts))
         local = samples if self._has_all_losses and reads else None
         normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
         normaliser.trial_samples, normaliser.plan = self._trial_samples, self._mesh.plan
@@ -165,9 +166,10 @@ class LossNormaliser:
         )
 
     def _over_replicas(self, local: Counts, *, reads: bool) -> Counts:
-        plan, group, device = self._mesh.plan, self._mesh.group("data"), self._mesh.device
+        plan = self._mesh.plan
         if plan.data == 1:
             return local
+        group, device = self._mesh.group("data"), self._mesh.device
         if plan.sync == "async":  # workers do not wait: as if each held as much
             return Counts(*(number * workers_per_update(plan) for number in local))
         row = torch.cat([_on_device(number, device) for number in local])

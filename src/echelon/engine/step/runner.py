@@ -22,7 +22,7 @@ from echelon.engine.step.runtime.interpreter import Interpreter
 from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
-from echelon.engine.step.side_effects import FirstForward, without_autocast_cache
+from echelon.engine.step.side_effects import FirstForward, WithoutAutocastCache
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
 from echelon.nn.sample_gathering import Replicas
@@ -62,7 +62,8 @@ class StepRunner(ABC):
         # Ranks that talk within passes must run the same number of them.
         fixed_count = self._pipelined or talks or plan.schedule_is_file
         self.feed = Feed(self._mesh, self._local, self._layers, self._scopes, fixed_count=fixed_count)
-        self.losses = Losses(self._layers, self.observers)
+        deferred = self._update.deferred or self._mesh.device.type != "cpu"  # numbers of losses are not read
+        self.losses = Losses(self._layers, self.observers, deferred=deferred)
         self.replicas = Replicas(self._mesh)
         self._normaliser = LossNormaliser(
             self._mesh,
@@ -87,6 +88,7 @@ class StepRunner(ABC):
             self.wire,
             self._mesh.device,
             self._prepare(),
+            deferred=deferred,
         )
 
     def train(self, batch: Batch, step: int) -> StepNumbers:
@@ -265,7 +267,7 @@ class StepRunner(ABC):
         if self.is_broken:
             raise UserError(self._failure)
         try:
-            with without_autocast_cache(), self.replicas.gathering():
+            with WithoutAutocastCache(), self.replicas.gathering():
                 return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.collectives.mesh import Mesh
-from echelon.nn.autograd.generators import GeneratorStates
+from echelon.nn.autograd.generators import torch_readers
 from echelon.nn.batch import part_bounds
 from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
 from echelon.nn.dropout.modules import draw_masks_again, key_dropout, keyed_modules
@@ -174,6 +174,7 @@ class DrawAgreement:
         self._is_open, self.is_late = True, False
         self._is_agreed = True
         self._flag: HostCopy | None = None
+        self._readers = torch_readers(mesh.device)
 
     @property
     def intercepts(self) -> bool:
@@ -209,6 +210,10 @@ class DrawAgreement:
             return states.seeded(number()) if self._mesh.plan.data > 1 else nullcontext()
         return _NoDraw(self)
 
+    def states(self) -> list[Tensor]:
+        """Return the states of torch's generators."""
+        return [read() for read in self._readers]
+
     def find_draw(self) -> None:
         """A forward has drawn after ranks agreed that none does."""
         self.is_late = True
@@ -223,10 +228,10 @@ class _NoDraw:
         self._agreement = agreement
 
     def __enter__(self) -> None:
-        self._states = GeneratorStates.of_torch(self._agreement.device)
+        self._states = self._agreement.states()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._states.moved():
+        if kind is None and not all(map(torch.equal, self._states, self._agreement.states())):
             self._agreement.find_draw()
 
 

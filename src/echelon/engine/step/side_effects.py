@@ -54,18 +54,20 @@ def as_checks(mesh: Mesh, modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_autocast_cache() -> Iterator[None]:
+@final
+class WithoutAutocastCache:
     """Cast a weight again at every use, as if no autocast were around the step."""
+
     # torch's cache lives as long as the outermost autocast: the second microbatch would use what the first
     # one has cast, and so would the next step, after an update. And the gradient of a weight would come after
     # all of its uses, when zero=3 has freed it.
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._before)
 
 
 # The plain attributes of modules.

@@ -8,8 +8,6 @@ FlushedRunner         start → feed → run the program → numbers
     publish           to all ranks (update/). PipeDream schedules have a runner of their own: continuous.py
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor
@@ -165,7 +163,7 @@ class FlushedRunner(SidePasses):
         """Take a batch forward and back; its gradients add to those that are there. Returns the tally of its
         losses on this rank. `last`: no other follows, so that sums over ranks go on behind the passes.
         `own_loss`: the loss is the engine's own, of which earlier steps tell what it counts."""
-        with self._undone_if_refused():
+        try:
             call = Call(self.tallies.next_pass(), own_loss)
             if call.number and self._balance is not None:
                 self._balance.next_batch()
@@ -174,22 +172,20 @@ class FlushedRunner(SidePasses):
             feed = self._step_feed(batch, self._number, call)
             tally = self._run(self._part_script(len(feed), sums=last), feed)
             self.tallies.add(tally, is_own=own_loss, is_summed=last)
+        except UserError:  # a check refuses the step
+            self._buffers.restore(refused=True)
+            raise
         return tally
 
     def finish(self) -> StepNumbers:
         """Sum gradients over ranks, if they are not, and make the update."""
-        with self._undone_if_refused():
-            self._run(self._update_script(sums=not self.tallies.is_summed), {})
-            self._has_trained = True
-        return self._update.numbers
-
-    @contextmanager
-    def _undone_if_refused(self) -> Iterator[None]:
         try:
-            yield
+            self._run(self._update_script(sums=not self.tallies.is_summed), {})
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
             raise
+        self._has_trained = True
+        return self._update.numbers
 
     def _start(self) -> None:
         self._count_before = self._update.start_step()

@@ -188,21 +188,23 @@ class Watch:
 
     # Before and after.
 
-    @contextmanager
-    def _work(self, *, records_structure: bool = True, records_weights: bool = True) -> Iterator[None]:
+    def _work(self, *, records_structure: bool = True, records_weights: bool = True) -> "_Work":
+        return _Work(self, records_structure, records_weights)
+
+    def begin_work(self) -> None:
         self._gradients.look()
         self._end_idle()
-        try:
-            with self.inside():
-                yield
-        finally:
-            if records_structure:
-                self._structure.record()
-                self._optimizer.record()
-            if records_weights:
-                self._weights.record()
-            self._gradients.record()
-            self._begin_idle()
+        self.inside.__enter__()
+
+    def end_work(self, *, records_structure: bool, records_weights: bool) -> None:
+        self.inside.__exit__()
+        if records_structure:
+            self._structure.record()
+            self._optimizer.record()
+        if records_weights:
+            self._weights.record()
+        self._gradients.record()
+        self._begin_idle()
 
     def _begin_idle(self) -> None:
         self._idle.begin()
@@ -273,6 +275,21 @@ class Watch:
 
     def _read_modes(self) -> list[bool]:
         return [module.training for module in self._structure.modules]
+
+
+@final
+class _Work:
+    """Around what the engine does itself."""
+
+    def __init__(self, watch: Watch, records_structure: bool, records_weights: bool) -> None:
+        self._watch, self._records = watch, (records_structure, records_weights)
+
+    def __enter__(self) -> None:
+        self._watch.begin_work()
+
+    def __exit__(self, *_: object) -> None:
+        structure, weights = self._records
+        self._watch.end_work(records_structure=structure, records_weights=weights)
 
 
 def _digest(changed: Mapping[str, nn.Parameter], modes: list[bool]) -> int:

@@ -74,6 +74,15 @@ class GeneratorStates:
             self.restore()
 
 
+def torch_readers(device: torch.device) -> list[Callable[[], Tensor]]:
+    """The functions that return the states of torch's global generators, in host memory."""
+    if device.type != "cuda":
+        return [torch.default_generator.get_state]
+    torch.cuda.init()  # which makes the generators of devices
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator.get_state, torch.cuda.default_generators[index].get_state]
+
+
 def _torch_generators(device: torch.device) -> Iterator[_Generator]:
     cpu = torch.default_generator
     yield _Generator("torch", torch.get_rng_state, torch.set_rng_state, cpu.manual_seed)

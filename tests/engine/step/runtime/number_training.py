@@ -96,7 +96,7 @@ class GradientSums(StepObserver):
         self.sums = dict.fromkeys(modules, 0.0)
 
     def of(self, output: Any, microbatch: Microbatch, _: ForwardPass) -> MicrobatchLoss:
-        return MicrobatchLoss((output * microbatch.targets).sum(), 1.0, 1.0)
+        return MicrobatchLoss((output * microbatch.targets).sum(), (), 1.0, 1.0)
 
     def before_backwards(self, tally: Tensor) -> None:
         """As gates exchange what they have seen."""

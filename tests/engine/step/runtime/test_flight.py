@@ -2,10 +2,18 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from echelon.engine.step.runtime.flight import Flight, Value, wanted
+from echelon.engine.step.runtime.flight import (
+    Flight,
+    LossSums,
+    MicrobatchLoss,
+    StartGradients,
+    Value,
+    wanted,
+)
 from echelon.engine.step.runtime.message import Gradients, Spec
 from echelon.nn.autograd.in_place import enter
 from tests.cases import stop
@@ -72,3 +80,36 @@ def test_a_view_of_a_weight_is_passed_on_without_gradients() -> None:
     assert backward(flight, torch.ones(3, 2)) == []
     assert token.grad is not None
     assert token.grad.tolist() == [[3, 3]]
+
+
+def test_a_backward_pass_starts_from_what_autograd_finds_at_the_root() -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        for factors, normaliser in (((7,), 49.0), ((3, 0.5), 7.0), ((), 3.0), ((torch.tensor(5.0),), 0.1)):
+            root = torch.tensor(0.3, dtype=dtype, requires_grad=True)
+            for divisor in (normaliser, torch.tensor(normaliser, dtype=torch.float64)):
+                loss = MicrobatchLoss(root, factors, 1, divisor)
+                total = loss.total(root)
+                (expected,) = torch.autograd.grad(total / loss.divisor(total.dtype), root)
+                gradient = StartGradients().of(loss)
+                assert (gradient.dtype, gradient.item()) == (dtype, expected.item())
+
+
+def test_the_gradient_of_a_loss_is_kept_while_it_is_the_same() -> None:
+    gradients, root = StartGradients(), torch.tensor(2.0)
+    first = gradients.of(MicrobatchLoss(root, (8,), 8, 32.0))
+    assert gradients.of(MicrobatchLoss(root * 3, (8,), 8, 32.0)) is first
+    assert gradients.of(MicrobatchLoss(root, (8,), 8, 16.0)).item() == 0.5
+    assert gradients.of(MicrobatchLoss(root, (4,), 4, 16.0)).item() == 0.25
+    gradients.of(MicrobatchLoss(root, (4,), 4, 16.0)).zero_()  # as a hook of the user's may do
+    assert gradients.of(MicrobatchLoss(root, (4,), 4, 16.0)).item() == 0.25
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_sums_of_losses_are_those_of_float64(deferred: bool) -> None:
+    sums = LossSums(torch.device("cpu"), deferred=deferred)
+    sums.add(torch.tensor(0.1), 3, torch.tensor(0.25, dtype=torch.float64))
+    sums.add(torch.tensor(0.2), torch.tensor(4), 1.0)
+    expected = torch.tensor(0.1).double() + torch.tensor(0.2).double()
+    assert sums.row().tolist() == [expected.item(), 7, 1.25]
+    sums.add(1.0, 1, 1)
+    assert sums.row().tolist() == [expected.item() + 1, 8, 2.25]

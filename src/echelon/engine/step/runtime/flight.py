@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from echelon.engine.step.runtime.message import Gradients, Leaf, Spec
+from echelon.engine.step.runtime.message import TALLY, Gradients, Leaf, Spec
 from echelon.engine.step.runtime.split_backward import SplitBackward
-from echelon.nn.losses import Sum, check_loss, total_and_count
+from echelon.nn.losses import Sum, check_loss, in_float32, root_and_count
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, LossPass, Observers
 from echelon.parallel.padding import LocalTargets
@@ -87,13 +88,27 @@ def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:
 
 
 class MicrobatchLoss(NamedTuple):
-    """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
-    backward pass: the count of its update, as far as it is known, by the loss scale. In an evaluation 1, or
-    0 for a sum, which is not divided."""
+    """The loss of a microbatch. `root` is what the user's function has returned, and root · factors is its
+    total; `counted` is how much that is the total of. `normaliser` is what to divide it by before the
+    backward pass: the count of its update, as far as it is known, by the loss scale. In an evaluation 1, or 0
+    for a sum, which is not divided."""
 
-    total: Tensor
+    root: Tensor
+    factors: tuple[Number, ...]
     counted: Number
     normaliser: Number
+
+    def total(self, root: Tensor) -> Tensor:
+        """The total, of this root with or without its graph."""
+        total = in_float32(root)
+        for factor in self.factors:
+            total = total * factor
+        return total
+
+    def divisor(self, total: torch.dtype) -> Number:
+        """The normaliser for a total of this type: a float64 on the device would make gradients so."""
+        normaliser = self.normaliser
+        return normaliser.to(total) if isinstance(normaliser, Tensor) else normaliser
 
 
 class Microbatch(NamedTuple):
@@ -116,8 +131,9 @@ class Microbatch(NamedTuple):
 class Losses:
     """Calls the user's loss without padding, and says what it is divided by before the backward pass."""
 
-    def __init__(self, layers: LayerSharding, observers: Observers) -> None:
-        self._layers, self._observers = layers, observers
+    def __init__(self, layers: LayerSharding, observers: Observers, *, deferred: bool) -> None:
+        """`deferred`: numbers stay on the device."""
+        self._layers, self._observers, self._deferred = layers, observers, deferred
         # Whether losses are this rank's to count: those along `tensor` compute the same.
         self.are_counted = layers.counts_loss
 
@@ -131,19 +147,96 @@ class Losses:
             seen = self._layers.without_padding(output, targets)
             result = self._layers.loss(*seen)
         check_loss(result)
-        step, is_sum = microbatch.normaliser, isinstance(result, Sum)
+        step, is_sum, is_pair = microbatch.normaliser, isinstance(result, Sum), isinstance(result, tuple)
         all_samples = (1 if step is None else step.all_samples()) if is_sum else None
-        total, count = total_and_count(result, targets.num_samples, all_samples)
-        self._observers.tell(
-            "after_loss", LossPass(*seen, total, targets.num_samples, counts=microbatch.weight > 0)
-        )
+        root, factor, counted = root_and_count(result, targets.num_samples, all_samples)
+        count: Number = counted
+        if isinstance(counted, Tensor):
+            is_known = not self._deferred and not counted.requires_grad
+            count = counted.item() if is_known else counted.double()  # integers times floats are float32
         # The samples that a mean counts are shared by the ranks along `context`, whose sums are added up.
-        is_pair = isinstance(result, tuple)
         weight = microbatch.weight * (1 if is_pair else targets.share)
         normaliser: Number = 0.0 if is_sum else 1.0
         if step is not None:  # in training
             normaliser = step.of_loss(count, targets.values, is_pair=is_pair) / microbatch.loss_scale
-        own = microbatch.weight if is_sum else weight
-        if own == weight == 1:  # as in most plans; a product would be one more operation of both passes
-            return MicrobatchLoss(total, count, normaliser)
-        return MicrobatchLoss(total * own, count * weight, normaliser)
+        factors = _without_ones(factor, microbatch.weight if is_sum else weight)
+        loss = MicrobatchLoss(root, factors, count if weight == 1 else count * weight, normaliser)
+        if self._observers.hears("after_loss"):
+            counts = microbatch.weight > 0
+            seen_loss = LossPass(*seen, loss.total(root.detach()), targets.num_samples, counts=counts)
+            self._observers.tell("after_loss", seen_loss)
+        return loss
+
+
+def _without_ones(*factors: Number) -> tuple[Number, ...]:
+    return tuple(factor for factor in factors if isinstance(factor, Tensor) or factor != 1)
+
+
+@final
+class StartGradients:
+    """The gradients that backward passes start from: those of total / normaliser by the root of a loss.
+
+    Most losses of a training have the same, which is kept: to make one takes operations on the device.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._gradient = torch.zeros(())
+
+    def of(self, loss: MicrobatchLoss) -> Tensor:
+        root, normaliser = loss.root, loss.normaliser
+        if isinstance(normaliser, Tensor) or any(isinstance(factor, Tensor) for factor in loss.factors):
+            return _start_gradient(loss)
+        key = (root.dtype, root.device, normaliser, loss.factors)
+        # A hook may have written into it: then it has another version.
+        if key != self._key or self._gradient._version:
+            self._key, self._gradient = key, _start_gradient(loss)
+        return self._gradient
+
+
+def _start_gradient(loss: MicrobatchLoss) -> Tensor:
+    """Go back from total / normaliser to the root, as autograd would."""
+    with torch.no_grad():
+        total = loss.total(loss.root)
+        gradient = torch.ones_like(total) / loss.divisor(total.dtype)
+        for factor in reversed(loss.factors):
+            gradient = gradient * factor
+        return gradient.to(loss.root.dtype)
+
+
+@final
+class LossSums:
+    """The sums over microbatches: loss total, count, and count times what the losses were divided by. They
+    are Python's numbers, which are float64; or, `deferred`, on the device, which is not waited for."""
+
+    def __init__(self, device: torch.device, *, deferred: bool) -> None:
+        self._device, self._deferred = device, deferred
+        self._numbers = [0.0, 0.0, 0.0]
+        self._row: Tensor | None = None
+
+    def add(self, *numbers: Number) -> None:
+        for place, number in enumerate(numbers):
+            if self._deferred and isinstance(number, Tensor):
+                self._on_device()[place].add_(number)
+            else:
+                self._numbers[place] += float(number)
+        if not self._deferred:
+            self._row = None
+
+    def row(self) -> Tensor:
+        """Return the three as one tensor."""
+        if not self._deferred:
+            if self._row is None:  # torch.tensor would take five times as long
+                self._row = torch.from_numpy(numpy.array(self._numbers)).to(self._device)
+            return self._row
+        row = self._on_device()
+        for place, number in enumerate(self._numbers):
+            if number:
+                row[place].add_(number)
+        self._numbers = [0.0, 0.0, 0.0]
+        return row
+
+    def _on_device(self) -> Tensor:
+        if self._row is None:
+            self._row = torch.zeros(TALLY.shape, dtype=TALLY.dtype, device=self._device)
+        return self._row

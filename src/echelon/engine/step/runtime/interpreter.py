@@ -2,12 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
-from echelon.engine.step.runtime.flight import Flight, Microbatch, MicrobatchLoss, Value, wanted
+from echelon.engine.step.runtime.flight import (
+    Flight,
+    LossSums,
+    Microbatch,
+    MicrobatchLoss,
+    StartGradients,
+    Value,
+    wanted,
+)
 from echelon.engine.step.runtime.mailbox import Mailbox
 from echelon.engine.step.runtime.message import TALLY, Gradients, Leaf
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
@@ -22,6 +31,8 @@ from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
 from echelon.update.numbers import Number
+
+_NOTHING = nullcontext()
 
 # After these the form of another message may be known, or the one before it taken.
 _LETS_POST = {Op.FORWARD} | RECEIVES
@@ -57,7 +68,10 @@ class Interpreter:
         wire: Wire,
         device: torch.device,
         versions: Versions | None,
+        *,
+        deferred: bool = False,
     ) -> None:
+        """`deferred`: the sums of losses stay on the device."""
         self._stages, self._losses, self._observers, self._runtime = stages, losses, observers, runtime
         self._device, self._versions = device, versions
         self._inputs: dict[Slot, Value] = {}
@@ -66,7 +80,10 @@ class Interpreter:
         self._gradients: dict[Slot, Gradients] = {}  # of a stage's outputs
         self._returning: dict[Slot, tuple[list[Leaf], Gradients]] = {}  # of its inputs, and their form
         self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
-        self._since_update = self._no_losses()
+        self._start_gradients = StartGradients()
+        self._sums = partial(LossSums, device, deferred=deferred)
+        self._tally = self._sums()
+        self._since_update = self._no_losses()  # where every update has losses of its own
         self._timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
@@ -83,7 +100,7 @@ class Interpreter:
             Op.FREE: lambda instruction: self._stages[instruction.stage].free(),
             Op.REDUCE: self._reduce,
             Op.TIE: lambda _: self._runtime.tie(),
-            Op.NORM: lambda _: self._runtime.norm(self._since_update),
+            Op.NORM: self._norm,
             Op.STASH: self._stash,
             Op.POP: self._pop,
             Op.UPDATE: self._update,
@@ -98,9 +115,8 @@ class Interpreter:
         """
         self._script, self._feed = script, feed
         self._splits = script.splits_backward
-        self._tally = self._no_losses()
-        if self._versions is None:  # all of a step's losses are one update's
-            self._since_update = self._tally
+        if not script.continues:
+            self._tally = self._sums()
         self._timer.start_step(script.rank, script.instructions, continues=script.continues)
         if not script.continues:
             self._mailbox.start_step(script, feed)
@@ -110,13 +126,13 @@ class Interpreter:
         if not script.continues:
             self._mailbox.finish_step()
         self._feed = {}
-        return self._tally
+        return self._tally.row()
 
     def _execute(self, script: Script) -> None:
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
-            if self._at == script.first_backward:
-                self._observers.tell("before_backwards", self._tally)
+            if self._at == script.first_backward and self._observers.hears("before_backwards"):
+                self._observers.tell("before_backwards", self._tally.row())
             self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead()
@@ -137,7 +153,7 @@ class Interpreter:
 
     def forget_losses(self) -> None:
         """No update is made of what has run since the last one."""
-        self._since_update = self._no_losses()
+        self._tally, self._since_update = self._sums(), self._no_losses()
 
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
@@ -182,24 +198,23 @@ class Interpreter:
 
     def _count(self, instruction: Instruction, loss: MicrobatchLoss) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
-        total, count, normaliser = loss
-        count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
-        # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
+        normaliser = loss.normaliser
         # Weights of samples may be learned: what is counted has a gradient then.
-        known, weight = (n.detach() if isinstance(n, Tensor) else n for n in (count, normaliser))
-        tally = None if self._versions is None else self._no_losses()
+        has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
+        total = loss.total(loss.root if has_way else loss.root.detach())
+        # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
+        tally = None if self._versions is None else self._sums()
+        known, weight = _detached(loss.counted), _detached(normaliser)
         for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
-                _add_losses(counted, total.detach(), known, known * weight)  # it outlives the graph
-        if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
-            normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
+                counted.add(total.detach(), known, known * weight)  # it outlives the graph
         # The backward pass of total / normaliser; a division that needs no gradient is no part of the graph.
-        has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
-        start = total / normaliser if has_way else total
+        start = total / loss.divisor(total.dtype) if has_way else loss.root
         if torch.is_grad_enabled():
-            ones = torch.ones_like(start)
-            gradients = [ones if has_way else ones / normaliser] if start.requires_grad else []
-            self._gradients[slot_of(instruction)] = Gradients([*gradients], tally)
+            gradients: list[Tensor | None] = []
+            if start.requires_grad:
+                gradients = [torch.ones_like(start) if has_way else self._start_gradients.of(loss)]
+            self._gradients[slot_of(instruction)] = Gradients(gradients, tally and tally.row())
         return start
 
     def _pass_on(self, instruction: Instruction, value: Value) -> None:
@@ -216,11 +231,13 @@ class Interpreter:
         backward = BackwardPass(slot, "both", has_work=True)
         self._observers.tell("before_backward", backward)
         # What is computed again in the backward pass needs the weights of the forward.
-        with self._accumulating(instruction), self._weights(instruction):
+        self._start_backward(instruction)
+        with self._weights(instruction):
             outputs, known = flight.known(gradients)
             if outputs:
                 self._stages[instruction.stage].see_graph(outputs)
                 torch.autograd.backward(outputs, known)
+        self._stages[instruction.stage].finish_backward()
         self._observers.tell("after_backward", backward)
         self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
         self._add_up(gradients.tally)
@@ -241,14 +258,15 @@ class Interpreter:
         assert flight.split is not None
         backward = BackwardPass(slot_of(instruction), "weights", has_work=True)
         self._observers.tell("before_backward", backward)
-        with self._accumulating(instruction):
-            flight.split.for_weights()
+        self._start_backward(instruction)
+        flight.split.for_weights()
+        self._stages[instruction.stage].finish_backward()
         self._observers.tell("after_backward", backward)
 
     def _watch_hooks(self, flight: Flight) -> AbstractContextManager[None]:
         """Around a forward pass whose backward pass is to be split: what has hooks is not."""
         if not self._splits or not torch.is_grad_enabled():
-            return nullcontext()
+            return _NOTHING
         return self._note_hooks(flight)
 
     @contextmanager
@@ -257,13 +275,10 @@ class Interpreter:
             yield
         flight.is_hooked = watch.is_hooked
 
-    @contextmanager
-    def _accumulating(self, instruction: Instruction) -> Iterator[None]:
-        """Around a backward pass that adds to the gradients of weights."""
+    def _start_backward(self, instruction: Instruction) -> None:
+        """A backward pass begins that adds to the gradients of weights."""
         stage = self._stages[instruction.stage]
         stage.start_backward(last=self._at in self._script.lasts and not self._rounds_to_make_up(stage))
-        yield
-        stage.finish_backward()
 
     def _pass_back(self, instruction: Instruction, flight: Flight, gradients: Gradients) -> None:
         if instruction.stage == 0:
@@ -300,7 +315,7 @@ class Interpreter:
 
     def _weights(self, instruction: Instruction) -> AbstractContextManager[None]:
         if self._versions is None or instruction.version is None:
-            return nullcontext()
+            return _NOTHING
         return self._versions.using(instruction.version)
 
     def _gather(self, instruction: Instruction) -> None:
@@ -332,6 +347,10 @@ class Interpreter:
         assert instruction.version is not None
         self._versions.pop(instruction.version)
 
+    def _norm(self, _: Instruction) -> None:
+        """Without versions of weights, all of a step's losses are one update's."""
+        self._runtime.norm(self._tally.row() if self._versions is None else self._since_update)
+
     def _update(self, _: Instruction) -> None:
         self._runtime.update()
         if self._versions is not None:
@@ -348,9 +367,8 @@ class Interpreter:
         return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank
 
 
-def _add_losses(tally: Tensor, total: Tensor, count: Number, weighted: Number) -> None:
-    for place, number in zip(tally.unbind(), (total, count, weighted), strict=True):
-        place.add_(number)
+def _detached(number: Number) -> Number:
+    return number.detach() if isinstance(number, Tensor) else number
 
 
 # Gradients of gradients: what cannot be differentiated twice is said in a sentence.
@@ -358,18 +376,18 @@ def _add_losses(tally: Tensor, total: Tensor, count: Number, weighted: Number) -
 _TORCH_SAYS = "differentiate twice"
 
 
-@contextmanager
-def explain_second_order() -> Iterator[None]:
+@final
+class explain_second_order:  # noqa: N801 (read as `with explain_second_order():`)
     """Around forward and backward passes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if _TORCH_SAYS not in str(error):
-            raise
-        raise UserError(
-            "the model or loss differentiates a gradient (torch.autograd.grad with create_graph=True), and "
-            "its way leads through an operation that can be differentiated once: ring attention "
-            "(attention=all-to-all can be differentiated twice), echelon's own cross entropy, or a function "
-            "of the model that is marked once_differentiable; keep it out of that gradient, or use a plan "
-            "without context and tensor"
-        ) from error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and _TORCH_SAYS in str(error):
+            raise UserError(
+                "the model or loss differentiates a gradient (torch.autograd.grad with create_graph=True), "
+                "and its way leads through an operation that can be differentiated once: ring attention "
+                "(attention=all-to-all can be differentiated twice), echelon's own cross entropy, or a "
+                "function of the model that is marked once_differentiable; keep it out of that gradient, or "
+                "use a plan without context and tensor"
+            ) from error

@@ -10,6 +10,7 @@ each device comes to rest by itself: a user may synchronise it, meet the other r
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import final
 
 from echelon.collectives import about_content
@@ -126,6 +127,7 @@ class Mailbox:
         return self._feed[microbatch_of(instruction)].form
 
 
+@lru_cache(maxsize=4096)
 def _content_of(instruction: Instruction) -> str:
     """Name the content of a message, the same at both ends; debug=true compares it."""
     to_later = instruction.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)

@@ -57,12 +57,14 @@ class Spec:
     @classmethod
     def of(cls, value: Any) -> tuple["Spec", list[Tensor]]:
         """The description of `value`, and its tensors in order."""
+        if type(value) is Tensor and value.layout == torch.strided:  # as most layers return
+            wants = value.requires_grad and torch.is_grad_enabled()
+            return _of_tensor(value.shape, value.dtype, wants), [value]
         tensors: list[Tensor] = []
         tree = _encode(value, tensors)
         # A view of a weight requires a gradient even where none is recorded.
-        wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
-        forms = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
-        leaves = [[*form, wanting] for form, wanting in zip(forms, wants, strict=True)]
+        is_enabled = torch.is_grad_enabled()
+        leaves = [_leaf_text(each.shape, each.dtype, each.requires_grad and is_enabled) for each in tensors]
         return _interned(json.dumps([tree, leaves])), tensors
 
     @cached_property
@@ -84,6 +86,16 @@ class Spec:
 def _interned(text: str) -> Spec:
     """One object for each text, so that it is parsed once and not with every microbatch."""
     return Spec(text)
+
+
+@lru_cache(maxsize=1024)
+def _of_tensor(shape: torch.Size, dtype: torch.dtype, wants_gradient: bool) -> Spec:
+    """The description of one tensor, which is not written again with every microbatch."""
+    return _interned(json.dumps([["tensor", 0], [_leaf_text(shape, dtype, wants_gradient)]]))
+
+
+def _leaf_text(shape: torch.Size, dtype: torch.dtype, wants_gradient: bool) -> list[Any]:
+    return [list(shape), str(dtype).removeprefix("torch."), wants_gradient]
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
