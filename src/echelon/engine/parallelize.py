@@ -27,7 +27,6 @@ from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
-from echelon.nn.float8 import multiply_in_float8
 from echelon.nn.head.wrapper import DeferredHead, find_head
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping
@@ -100,10 +99,11 @@ def parallelize(
         mesh = undo.enter_context(closing(Mesh.join(plan)))
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        multiply_in_float8(model, plan, wrapping)  # precision=fp8
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
-        sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
+        sharding = LayerSharding(
+            model, mesh, loss, tensor_table, wrapping
+        )  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=sharding.by_layers)  # pipeline
         sharding.connect(model, split.modules, split.program, wrapping)
         local = share_stages(split, mesh, sharding, wrapping, prefetch, smallest_unit, resident_bytes)
