@@ -101,9 +101,7 @@ def parallelize(
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
-        sharding = LayerSharding(
-            model, mesh, loss, tensor_table, wrapping
-        )  # tensor, sequence, context, expert
+        sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=sharding.by_layers)  # pipeline
         sharding.connect(model, split.modules, split.program, wrapping)
         local = share_stages(split, mesh, sharding, wrapping, prefetch, smallest_unit, resident_bytes)
@@ -122,9 +120,9 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
     """Wrap the layers of this rank's stages as the plan says, in this order from the inside outward; returns
     the memory savers that are to see its steps."""
     observers = Observers()
-    defer_logits(local, mesh.plan, layers, wrapping)
     compile_layers(local.stages.values(), mesh.plan, wrapping)
     accumulate_gradients(local, mesh.plan, wrapping)
+    defer_logits(local, mesh.plan, layers, wrapping)
     compress_layers(list(local.stages.values()), mesh, wrapping, observers)
     recompute_layers(local, mesh, layers.view, wrapping, observers)
     offload_activations(local, mesh, wrapping, observers)
@@ -134,7 +132,7 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
 
 def defer_logits(local: LocalStages, plan: Plan, layers: LayerSharding, wrapping: Wrapping) -> None:
     """Let the logits of the last stage wait for the loss, which computes them in chunks if it can."""
-    last = local.stages.get(len(local.program.placement) - 1)
+    last = local.stages.get(len(local.program.placement) - 1) if plan.precision in ("bf16", "fp16") else None
     head = None if last is None else find_head(last.module)
     if head is not None:
         wrapping.wrap(DeferredHead(head, layers.deferral, compiled=plan.compile))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.errors import raise_errors
+from echelon.nn.head.deferred import fused_cross_entropy
 from echelon.nn.losses import IGNORED_TARGET
 
 
@@ -25,8 +26,10 @@ def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits: Tensor = getattr(output, "logits", output)
     _check(logits, targets)
-    upcast = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    total = fused_cross_entropy(logits, targets)
+    if total is None:
+        upcast = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
     return total, (targets != IGNORED_TARGET).sum()
 
 

@@ -7,8 +7,10 @@ number of a step as a constant. An `untraced` function splits the trace: it runs
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from echelon.nn.wrapping import Wrapping
 
@@ -42,3 +44,9 @@ def _original(module: nn.Module) -> nn.Module:
     while isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
         module = inner
     return module
+
+
+def is_transformed() -> bool:
+    """Return whether a tracer records what is computed, or a transform differentiates it in another way."""
+    recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

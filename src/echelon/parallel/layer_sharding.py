@@ -150,9 +150,11 @@ class LayerSharding:
             self.logits.are_joined = self.logits.are_seen = False
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Inside is a forward pass whose output goes to the loss: logits may wait for it."""
-        self.deferral.is_allowed = not self.logits.are_seen
+    def deferring(self, *, trains: bool) -> Iterator[None]:
+        """Inside is a forward pass whose output goes to the loss: logits may wait for one that is known."""
+        knows_loss = split_loss(self.user_loss) is not None
+        self.deferral.is_allowed = knows_loss and not self.logits.are_seen
+        self.deferral.differentiates = trains
         try:
             yield
         finally:

@@ -35,7 +35,7 @@ def test_a_layer_that_is_called_in_another_way_is_none() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_wait_where_that_is_allowed(dtype: torch.dtype) -> None:
-    module, deferral = model().to(dtype), Deferral()
+    module, deferral = model().to(dtype), Deferral(differentiates=True)
     with Wrapping() as wrapping:
         wrapping.wrap(DeferredHead(module[3], deferral, compiled=False))
         tokens = torch.tensor([[1, 2]])
@@ -47,6 +47,8 @@ def test_logits_wait_where_that_is_allowed(dtype: torch.dtype) -> None:
         assert torch.equal(found + 0, expected)
         with torch.autocast("cpu"):
             assert not is_deferred(module[3](torch.ones(1, 2, 4, dtype=dtype)))
+        with torch.no_grad():  # as in a checkpoint, which calls it again
+            assert not is_deferred(module(tokens))
         deferral.is_allowed = False
         assert torch.equal(copy.deepcopy(module)(tokens), expected)
         deferral.is_allowed = True
@@ -55,7 +57,7 @@ def test_logits_wait_where_that_is_allowed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_losses_in_more_precise_types_are_plain_torch_s(dtype: torch.dtype) -> None:
-    module, deferral = model().to(dtype), Deferral(is_allowed=True)
+    module, deferral = model().to(dtype), Deferral(is_allowed=True, differentiates=True)
     with Wrapping() as wrapping:
         wrapping.wrap(DeferredHead(module[3], deferral, compiled=False))
         assert not is_deferred(module(torch.tensor([[1, 2]])))

@@ -1,1 +1,1 @@
-"""The matrix that makes logits, together with the loss that reads them: logits are never whole."""
+"""The matrix that makes logits, together with a loss that is known: logits are never whole."""

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.nn.head.deferred import defer
+from echelon.nn.tracing import is_transformed
 from echelon.nn.wrapping import Wrapper, has_entry, replaced_forward
 
 # Columns from which logits are large beside the hidden states: the head is a vocabulary, not some classes.
 _LEAST_COLUMNS = 1024
+_OTHERS = ("float64", "expert", "tensor")  # entries that compute something else
 _LOW = (
     torch.bfloat16,
     torch.float16,
@@ -20,9 +22,11 @@ _LOW = (
 
 @dataclass
 class Deferral:
-    """Whether logits may wait now: in a forward pass whose output goes to the loss, and to nothing else."""
+    """Whether logits may wait now: in a forward pass whose output goes to a loss that the engine knows, and
+    to nothing else. `differentiates`: and back; a part without gradients is then a checkpoint's."""
 
     is_allowed: bool = False
+    differentiates: bool = False
 
 
 @final
@@ -51,8 +55,11 @@ class DeferredHead(Wrapper):
 
     def _suits(self, hidden: Any) -> bool:
         weight: Any = self.module.weight
-        is_plain = type(hidden) is Tensor and hidden.dim() > 1 and hidden.numel() > 0
-        if not is_plain or hidden.dtype not in _LOW or hidden.dtype != weight.dtype:
+        if type(hidden) is not Tensor or hidden.dim() < 2:
+            return False
+        if torch.is_grad_enabled() != self._deferral.differentiates:
+            return False
+        if hidden.dtype not in _LOW or hidden.dtype != weight.dtype or is_transformed():
             return False
         return not torch.is_autocast_enabled(hidden.device.type)
 
@@ -70,5 +77,5 @@ def find_head(module: nn.Module) -> nn.Linear | None:
     head = linears[-1] if linears else None
     if head is None or head.out_features < _LEAST_COLUMNS or type(head).forward is not nn.Linear.forward:
         return None
-    is_changed = replaced_forward(head) is not None or has_entry(head, "tensor")
+    is_changed = replaced_forward(head) is not None or any(has_entry(head, name) for name in _OTHERS)
     return None if is_changed else head

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.errors import UserError
+from echelon.nn.head.deferred import fused_cross_entropy
 from echelon.nn.huggingface.families import ENCODERS
 from echelon.nn.huggingface.modules import is_pretrained
 from echelon.nn.losses import IGNORED_TARGET
@@ -102,9 +103,11 @@ def causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the total and count of the loss of a causal model of transformers; `targets` are shifted."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    logits, targets = output.logits.contiguous(), targets.contiguous()
-    one: Any = 1  # the sum is divided by it
-    total = ForCausalLMLoss(logits, targets, logits.shape[-1], num_items_in_batch=one, shift_labels=targets)
+    total = fused_cross_entropy(output.logits, targets)
+    if total is None:
+        logits, targets = output.logits.contiguous(), targets.contiguous()
+        options: Any = {"num_items_in_batch": 1, "shift_labels": targets}  # the sum is divided by 1
+        total = ForCausalLMLoss(logits, targets, logits.shape[-1], **options)
     return total, (targets != IGNORED_TARGET).sum()
 
 

@@ -19,11 +19,11 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.nn.autograd.in_place import product
+from echelon.nn.tracing import is_transformed
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, is_wrapped, replaced_forward, unwrap
 from echelon.parallel.data.buckets import gradient_dtype
 
@@ -158,13 +158,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
     alike = type(x) is Tensor and x.device == weight.device and x.ndim > 1 and x.dtype == weight.dtype
     if not alike or not (x.is_cpu or x.is_cuda) or x.layout != torch.strided or x.is_nested or x.is_complex():
         return False
-    return not (torch.is_autocast_enabled(x.device.type) or _is_transformed())
-
-
-def _is_transformed() -> bool:
-    """Return whether a tracer records what is computed, or a transform differentiates it in another way."""
-    recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    return recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not (torch.is_autocast_enabled(x.device.type) or is_transformed())
 
 
 def _has_other_hooks(weight: Tensor) -> bool:

@@ -139,7 +139,7 @@ class Losses:
 
     def deferring(self) -> AbstractContextManager[None]:
         """Around the forward of the last stage: logits may wait for the loss."""
-        return self._layers.deferring()
+        return self._layers.deferring(trains=torch.is_grad_enabled())
 
     def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss:
         targets: LocalTargets = microbatch.targets

@@ -228,11 +228,11 @@ class UnitUses:
     def _hold_returned(self, use: Use, tensor: Tensor) -> None:
         """A module has returned `tensor`: if it is a weight, or a view of one, or logits that wait for the
         loss, the weight is still needed."""
-        if tensor.layout != torch.strided:  # has no storage, and is no view of a weight
-            return
         awaited = awaited_weight(tensor)
         if awaited is not None and awaited in self._flat_of:
             self._residency.hold(self._unit_of[self._flat_of[awaited]])
+        if awaited is not None or tensor.layout != torch.strided:  # has no storage: is no view of a weight
+            return
         storage = tensor.untyped_storage()._cdata
         for need in self._needs[use.unit]:
             if any(flat.flat.untyped_storage()._cdata == storage for flat in self._flats[need]):
