@@ -14,6 +14,7 @@ from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.head import wrapper
 from echelon.nn.head.deferred import _Computed, _FusedLoss
+from tests.engine.test_compiling import backend
 
 VOCABULARY = 1100
 
@@ -89,6 +90,20 @@ def test_one_rank(plan: str, model: str) -> None:
 )
 def test_two_ranks(plan: str, model: str, warm_ranks: Callable[[int], Ranks]) -> None:
     warm_ranks(2).run(check, plan, model)
+
+
+# torch hides this warning of its compiler by what an error passes by.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_layers_that_are_compiled_leave_them_alone(model: str) -> None:
+    torch._dynamo.reset()
+    with backend("aot_eager"):
+        losses, _, fused, computed = train("compile=true", model)
+    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+        expected, *_ = train("", model)
+    assert computed == 0
+    assert fused > 0
+    assert losses == pytest.approx(expected, abs=2e-3)
 
 
 def test_outputs_that_others_see_are_logits() -> None:

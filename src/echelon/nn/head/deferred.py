@@ -14,6 +14,7 @@ times that of the loss; and a gradient of logits, from all that has read them.
 In the memory of deferred logits is one number, NaN: what reads them past torch's functions is not silent.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -68,7 +69,7 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         if func == _GET_GRAD:  # torch would warn that this is no leaf; the compiler asks
             return None if args[0].computed is None else args[0].computed.grad
-        if func in _KNOWN:
+        if func in _KNOWN or (func in _OF_MEMORY and _is_of_compiler(sys._getframe(1))):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return func(*tree_map(compute, args), **tree_map(compute, kwargs))
@@ -79,6 +80,11 @@ _OF_MEMORY = {Tensor.register_hook, Tensor.stride, Tensor.is_contiguous, Tensor.
 _OF_MEMORY |= {Tensor.untyped_storage, cast(Any, Tensor._version).__get__}
 _GET_GRAD = cast(Any, Tensor.grad).__get__
 _KNOWN = FUNCTIONS_WITHOUT_VALUES - _OF_MEMORY
+
+
+def _is_of_compiler(frame: Any) -> bool:
+    """Return whether torch's compiler asks, for what passes between two of its graphs."""
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch._subclasses."))
 
 
 def defer(hidden: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
