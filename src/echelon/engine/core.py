@@ -9,7 +9,6 @@ from echelon.collectives import Ledger
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
 from echelon.engine.audit.drift import make_drift_check
-from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.loops.loop import OwnLoop
 from echelon.engine.loops.passes import OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
@@ -19,6 +18,7 @@ from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner
+from echelon.engine.step.nonfinite_search import NonfiniteSearch
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.step import FlushedRunner
 from echelon.engine.step.step_counter import StepCounter

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.hardware import available_memory, total_memory
 from echelon.memory.storages import address_of
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
 from echelon.nn.tracing import untraced
@@ -157,6 +158,15 @@ class _Saved:
     def __del__(self) -> None:
         if self._meter is not None:
             self._meter._drop(*self._storage)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that this process could still take, with those that torch keeps of a CUDA device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = available_memory()
+    return total_memory() // 2 if available is None else available
 
 
 def _storage_bytes(tensors: Iterable[Tensor], without: Set[int] = frozenset()) -> int:

@@ -4,7 +4,7 @@
     skip    the step changes nothing, on all ranks; too many of them in a row are an error
     stop    the first such step is that error, and changes nothing either
 
-The error names the first layer that is not finite: engine/audit/nonfinite_search.py.
+The error names the first layer that is not finite: engine/step/nonfinite_search.py.
 """
 
 from numbers import Integral

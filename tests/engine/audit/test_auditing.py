@@ -1,4 +1,4 @@
-"""When steps are audited, and what is said of it; weights that are no numbers are named before the first."""
+"""When steps are audited, and what is said of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,8 @@ import echelon
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit import AuditResult, Mode, held, skipped
 from echelon.engine.audit.audit_batch import GivenBatch
-from echelon.engine.audit.auditing import Audit, check_finite_weights
+from echelon.engine.audit.auditing import Audit
 from echelon.errors import UserError
-from echelon.state.ownership import OwnedSlice, whole_slice
 from tests.cases import mean_loss, sgd, vectors
 
 Answer = Callable[[Any], AuditResult]
@@ -118,44 +117,3 @@ def test_an_engine_shows_what_was_skipped() -> None:
     assert "  audit of gradients: skipped (the loss counts none of its samples)" in repr(engine)
     engine.step(vectors(1))
     assert "audit" not in repr(engine)
-
-
-# Weights that are no numbers.
-
-AGREEMENT = RankAgreement(None, torch.device("cpu"))
-
-
-def check_weights(**weights: Tensor) -> AuditResult:
-    owned = [OwnedSlice(whole_slice(name, tensor), tensor) for name, tensor in weights.items()]
-    return check_finite_weights(lambda: owned, frozenset({"trained"}), AGREEMENT)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_trained_weight_must_be_finite(number: float) -> None:
-    with pytest.raises(UserError, match=r"NaN or infinite before the first step: trained, on rank 0; init"):
-        check_weights(trained=torch.tensor([1.0, number]), frozen=torch.ones(2))
-
-
-def test_a_frozen_mask_may_be_infinite_but_is_a_number() -> None:
-    infinite = torch.tensor([-float("inf"), 0.0])
-    assert check_weights(
-        trained=torch.ones(2), frozen=infinite, index=torch.ones(1, dtype=torch.int64)
-    ) == held("finite weights")
-    with pytest.raises(UserError, match="frozen"):
-        check_weights(frozen=infinite * 0)
-
-
-@pytest.mark.parametrize(
-    ("count", "named"), [(5, "w0, w1, w2, w3, w4, on"), (7, "w0, w1, w2, w3, w4 and 2 more, on")]
-)
-def test_five_weights_are_named_each_once(count: int, named: str) -> None:
-    nan = torch.tensor([float("nan")])
-    owned = [OwnedSlice(whole_slice(f"w{k}", nan), nan) for k in range(count) for _ in range(2)]
-    with pytest.raises(UserError, match=f"before the first step: {named} rank 0"):
-        check_finite_weights(lambda: owned, frozenset(), AGREEMENT)
-
-
-def test_complex_weights_are_checked_and_nothing_at_all_is_finite() -> None:
-    with pytest.raises(UserError, match="trained"):
-        check_weights(trained=torch.tensor([complex(0, float("inf"))]))
-    assert check_weights(index=torch.ones(1, dtype=torch.int64)) == held("finite weights")

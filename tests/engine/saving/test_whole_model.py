@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine import Engine, parallelize
-from echelon.engine.audit import one_device
 from echelon.engine.saving import whole_model
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.memory import meter
 from tests.cases import Perceptron, mean_loss, sgd, vectors
 from tests.contract_models import ResNet
 
@@ -222,7 +222,7 @@ def test_what_happens_inside_is_forgotten(warm_ranks: Callable[[int], Ranks]) ->
 def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_model, "free_bytes", lambda _: 100)
     engine = parallelize(ResNet(), "offload=parameters", optimizer=sgd, loss=mean_loss)
-    assert one_device.free_bytes(torch.device("cpu")) > 100
+    assert meter.free_bytes(torch.device("cpu")) > 100
     error = refuse(partial(ExitStack().enter_context, engine.whole()))
     assert "engine.weights() returns one whole tensor at a time" in error
     engine.close()

@@ -9,16 +9,16 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.arguments import check_audit
-from echelon.engine.audit import AuditResult, Mode, held
+from echelon.engine.audit import AuditResult, Mode
 from echelon.engine.audit.audit_batch import (
     NUM_TRAITS,
     GivenBatch,
@@ -31,16 +31,16 @@ from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.setup import Setup
+from echelon.engine.step.nonfinite_search import check_finite_weights
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.tensor.loss import split_loss
-from echelon.state.ownership import OwnedSlice, StateNames
+from echelon.state.ownership import StateNames
 from echelon.update.numbers import HostCopy
 
 _ASKED_AGAIN = 3  # steps in which an audit that could not compare asks for another batch
-_NAMED = 5  # weights that are not finite
 
 
 class AuditSettings(NamedTuple):
@@ -194,39 +194,14 @@ def make_audit(settings: AuditSettings, setup: Setup, state: EngineState, runner
     settings.form.settle()
     if settings.mode == "off":
         return Audit("off", None, check_weights, agreement, watches=False)
-    dtype = DTYPES[plan.precision]
-
-    def loss(output: Any, targets: Any) -> Any:  # that of the pass: a call may have one of its own
-        return layers.whole_loss(output, targets)
-
-    reference = Reference(setup.model, settings.form, loss, setup.scopes, mesh.device, dtype)
+    reference = Reference(
+        setup.model,
+        settings.form,
+        lambda *pair: layers.whole_loss(*pair),  # that of the pass: a call may have one of its own
+        setup.scopes,
+        mesh.device,
+        DTYPES[plan.precision],
+    )
     gradients = GradientAudit(state, runner, setup.scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
     return Audit(settings.mode, gradients, check_weights, agreement, watches=is_cut)
-
-
-def check_finite_weights(
-    owned: Callable[[], Iterable[OwnedSlice]], trained: frozenset[str], agreement: RankAgreement
-) -> AuditResult:
-    """Refuse, on every rank, weights that are NaN or infinite before the training begins. `owned`: what this
-    rank holds of each weight; `trained`: those that learn."""
-    names = list(dict.fromkeys(piece.slice.name for piece in owned() if _is_wrong(piece, trained)))
-    agreement.check(lambda: _refuse(names, agreement.rank))
-    return held("finite weights")
-
-
-def _is_wrong(piece: OwnedSlice, trained: frozenset[str]) -> bool:
-    """Return whether it holds something that is no number; a frozen one may be infinite, as masks are."""
-    tensor = piece.tensor.detach()
-    wrong = ~tensor.isfinite() if piece.slice.name in trained else tensor.isnan()
-    return bool(wrong.any())
-
-
-def _refuse(names: list[str], rank: int) -> None:
-    if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        raise UserError(
-            f"weights are NaN or infinite before the first step: {', '.join(names[:_NAMED])}{more}, on rank "
-            f"{rank}; initialise them (torch.empty does not), or look at the file they came from; "
-            "audit='off' if nothing uses them"
-        )

@@ -165,21 +165,17 @@ def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh)
 
 def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:
     """List what this rank updates of each trained parameter: all of it, or its part."""
-    sharing.wait_for_weights(sharing.local_parameters())
+    local = sharing.local_parameters()
+    sharing.wait_for_weights(local)
     if isinstance(sharing, Zero):
-        return [
-            (each.name, each.parameter, sharing.stored_values(each)) for each in sharing.local_parameters()
-        ]
+        return [(each.name, each.parameter, sharing.stored_values(each)) for each in local]
     return [(name, parameter, parameter) for name, parameter in sharing.parameter_set.trained]
 
 
 def _copies_of(sharing: Sharing) -> Group:
     """Return the ranks that hold what this one holds."""
-    return (
-        sharing.parameter_set.shard_groups.copies
-        if isinstance(sharing, Zero)
-        else sharing.parameter_set.group
-    )
+    held = sharing.parameter_set
+    return held.shard_groups.copies if isinstance(sharing, Zero) else held.group
 
 
 def _trained(sharing: Sharing) -> Named:

@@ -10,11 +10,9 @@ Where whole weights and gradients do not fit there, weights come and go while it
 """
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from echelon.engine.audit.gradient_comparison import Take, share_gradients
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.audit.weight_stream import WeightStream
 from echelon.errors import UserError
+from echelon.memory.meter import free_bytes
 from echelon.quantities import show_bytes
 from echelon.state.assembly import Assembly
 from echelon.state.ownership import VALUE, OwnedSlice
@@ -148,14 +147,12 @@ class OneDevice:
             failure, is_refusal = str(refusal), True
         except Exception as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        numbers: list[Any] = [0.0, 0.0, False, False]
-        if result is not None:
-            numbers = [result.total, result.counted, result.has_drawn, result.gathers]
+        numbers = result and [result.total, result.counted, result.has_drawn, result.gathers]
         numbers, failure, is_refusal = self._agreement.gather([numbers, failure, is_refusal])[0]
         if failure:
             raise UserError(failure) if is_refusal else FailedRunError(failure)
-        total, counted, has_drawn, gathers = numbers
-        return result or Result(None, total, counted, {}, has_drawn, gathers)
+        total, counted, *flags = numbers
+        return result or Result(None, total, counted, {}, *flags)
 
     # Weights.
 
@@ -237,19 +234,6 @@ def _together() -> Iterator[None]:
 
 def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process could still take, with those that torch keeps of a CUDA device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    table = Path("/proc/meminfo")
-    if table.exists():
-        for line in table.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _reason_not_to_take(needed: int, content: str, device: torch.device) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from echelon.collectives.agreement import gather_values
-from echelon.engine.audit.one_device import free_bytes
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.whole_tensors import WholeTensors
 from echelon.engine.step.feed import to_device
 from echelon.errors import UserError
+from echelon.memory.meter import free_bytes
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.sample_gathering import Replicas
 from echelon.parallel.data.zero.weight_access import IdleParameter

@@ -16,13 +16,13 @@ from echelon.collectives.agreement import check_on_every_rank
 from echelon.engine.audit.audit_batch import GivenBatch
 from echelon.engine.audit.auditing import Audit
 from echelon.engine.audit.drift import DriftCheck
-from echelon.engine.audit.nonfinite_search import NonfiniteSearch
 from echelon.engine.setup import Setup
 from echelon.engine.step.agreement import check_same_batch
 from echelon.engine.step.batch_reader import BatchReader, to_plain
 from echelon.engine.step.feed import ONLY, Call
 from echelon.engine.step.first_step import FirstStepChecks
 from echelon.engine.step.metrics import Metrics, StepTimer
+from echelon.engine.step.nonfinite_search import NonfiniteSearch
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.side_effects import renormalises_any

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon import parallelize
+from echelon.collectives.agreement import RankAgreement
+from echelon.engine.audit import AuditResult, held
+from echelon.engine.step.nonfinite_search import check_finite_weights
+from echelon.errors import UserError
 from echelon.plan import Plan
+from echelon.state.ownership import OwnedSlice, whole_slice
 from echelon.update.nonfinite import NonfiniteError
 from tests.cases import adamw, mean_loss
 from tests.engine.poisoned_training import (
@@ -240,3 +245,42 @@ def test_the_layer_on_ranks(warm_ranks: Warm, plan: str, poison: Poison, place: 
     first, *others = warm_ranks(Plan.parse(plan).ranks).run(layer_of, plan, poison)
     assert place in first
     assert set(others) == {first}, "the same on every rank"
+
+
+# Weights that are no numbers.
+
+AGREEMENT = RankAgreement(None, torch.device("cpu"))
+
+
+def check_weights(**weights: Tensor) -> AuditResult:
+    owned = [OwnedSlice(whole_slice(name, tensor), tensor) for name, tensor in weights.items()]
+    return check_finite_weights(lambda: owned, frozenset({"trained"}), AGREEMENT)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_trained_weight_must_be_finite(number: float) -> None:
+    with pytest.raises(UserError, match=r"NaN or infinite before the first step: trained, on rank 0; init"):
+        check_weights(trained=torch.tensor([1.0, number]), frozen=torch.ones(2))
+
+
+def test_a_frozen_mask_may_be_infinite_but_is_a_number() -> None:
+    infinite = torch.tensor([-float("inf"), 0.0])
+    assert check_weights(
+        trained=torch.ones(2), frozen=infinite, index=torch.ones(1, dtype=torch.int64)
+    ) == held("finite weights")
+    with pytest.raises(UserError, match="frozen"):
+        check_weights(frozen=infinite * 0)
+
+
+@pytest.mark.parametrize(("count", "named"), [(3, "w0, w1, w2, on"), (5, "w0, w1, w2 and 2 more, on")])
+def test_three_weights_are_named_each_once(count: int, named: str) -> None:
+    nan = torch.tensor([float("nan")])
+    owned = [OwnedSlice(whole_slice(f"w{k}", nan), nan) for k in range(count) for _ in range(2)]
+    with pytest.raises(UserError, match=f"before the first step: {named} rank 0"):
+        check_finite_weights(lambda: owned, frozenset(), AGREEMENT)
+
+
+def test_complex_weights_are_checked_and_nothing_at_all_is_finite() -> None:
+    with pytest.raises(UserError, match="trained"):
+        check_weights(trained=torch.tensor([complex(0, float("inf"))]))
+    assert check_weights(index=torch.ones(1, dtype=torch.int64)) == held("finite weights")

@@ -10,7 +10,7 @@ nothing; so are dropout masks.
     weights    gradients of parameters, where those of all activations are finite
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from echelon.collectives.agreement import RankAgreement
+from echelon.engine.audit import AuditResult, held
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.side_effects import as_checks, without_side_effects
+from echelon.errors import UserError
 from echelon.nn.batch import Batch, tensors_of
 from echelon.parallel.observer import LossPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.program import Instruction, Op
+from echelon.state.ownership import OwnedSlice
 from echelon.update.nonfinite import NonfiniteError
 
 _NAMED = 3
@@ -155,6 +158,26 @@ def wrong_value(structure: Any) -> str:
 
 def _may_be_wrong(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout == torch.strided
+
+
+def check_finite_weights(
+    owned: Callable[[], Iterable[OwnedSlice]], trained: Set[str], agreement: RankAgreement
+) -> AuditResult:
+    """Refuse, on every rank, weights that are not finite before the training begins. `owned`: what this rank
+    holds of each; a frozen one, not in `trained`, may be infinite, as masks are."""
+
+    def check() -> None:
+        values = [(each.slice.name, wrong_value(each.tensor.detach())) for each in owned()]
+        wrong = [name for name, value in values if value == "NaN" or (value and name in trained)]
+        if wrong:
+            raise UserError(
+                f"weights are NaN or infinite before the first step: {_list(_united([wrong]))}, on rank "
+                f"{agreement.rank}; initialise them (torch.empty does not), or look at the file they came "
+                "from; audit='off' if nothing uses them"
+            )
+
+    agreement.check(check)
+    return held("finite weights")
 
 
 def _wrong_weights(local: LocalStages) -> list[str]:
