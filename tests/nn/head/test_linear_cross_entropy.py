@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.nn import losses
 from echelon.nn.head import linear_cross_entropy as module
 from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
 
@@ -36,8 +37,8 @@ def gap(found: Tensor, expected: Tensor) -> float:
 def test_loss_and_gradients_are_those_of_whole_logits(
     tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CPU_ELEMENTS", 1)
-    monkeypatch.setattr(module, "_CPU_LEAST_TOKENS", tokens_per_chunk)
+    monkeypatch.setattr(losses, "_CPU_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "_CPU_LEAST_TOKENS", tokens_per_chunk)
     hidden, weight, bias, targets = numbers()
     total, found = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
     expected = in_float64(hidden, weight, bias, targets)
@@ -53,8 +54,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 def test_chunks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, targets = numbers()
     whole = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
-    monkeypatch.setattr(module, "_CPU_ELEMENTS", 1)
-    monkeypatch.setattr(module, "_CPU_LEAST_TOKENS", 5)
+    monkeypatch.setattr(losses, "_CPU_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "_CPU_LEAST_TOKENS", 5)
     parts = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
     torch.testing.assert_close(parts[0], whole[0], rtol=1e-6, atol=0)
     for part, each in zip(parts[1], whole[1], strict=True):
@@ -93,13 +94,6 @@ def test_what_is_not_wanted_is_not_made() -> None:
     total, found = linear_cross_entropy(hidden, weight, None, targets, -100, Wanted(False, False, False))
     assert found == (None, None, None)
     assert gap(total, in_float64(hidden, weight, None, targets)[0]) < 1e-4
-
-
-def test_chunks_are_powers_of_two_of_tokens_within_the_limit() -> None:
-    sizes = [chunk.stop - chunk.start for chunk in module._chunks(100_000, 50_304, on_cpu=False)]
-    assert set(sizes[:-1]) == {8192}
-    assert sum(sizes) == 100_000
-    assert {c.stop - c.start for c in module._chunks(9_216, 10**9, on_cpu=False)} == {1024}
 
 
 def test_rows_of_logits_are_aligned_and_no_longer_than_the_vocabulary() -> None:
