@@ -1,5 +1,7 @@
 """The fused loss and its gradients, against float64; chunks of every kind."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import Tensor
 from echelon.nn import losses
 from echelon.nn.head import linear_cross_entropy as module
 from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
+from echelon.nn.losses import VocabularyPart
 
 ALL = Wanted(hidden=True, weight=True, bias=True)
 
@@ -96,9 +99,40 @@ def test_what_is_not_wanted_is_not_made() -> None:
     assert gap(total, in_float64(hidden, weight, None, targets)[0]) < 1e-4
 
 
-def test_rows_of_logits_are_aligned_and_no_longer_than_the_vocabulary() -> None:
-    rows = module._rows_of_logits(3, torch.empty(50_257, 2, dtype=torch.bfloat16, device="meta"))
-    assert (rows.shape, rows.stride()) == ((3, 50_257), (50_264, 1))
+def test_products_have_aligned_columns_whatever_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, bias, targets = numbers()
+    products = []
+    lose = module._lose
+
+    def spy(logits: Tensor, words: int, *args: Any, **kwargs: Any) -> None:
+        products.append(
+            (logits.shape[1], logits.stride(), words, bool((logits[:, words:] == -torch.inf).all()))
+        )
+        lose(logits, words, *args, **kwargs)
+        assert bool((logits[:, words:] == 0).all())
+
+    monkeypatch.setattr(module, "_lose", spy)
+    _, found = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
+    assert products == [(1088, (1088, 1), 1030, True)]
+    assert [each.shape for each in found if each is not None] == [hidden.shape, weight.shape, bias.shape]
+
+
+def test_a_target_of_the_next_part_is_no_column_that_was_appended() -> None:
+    hidden, weight, _, _ = numbers()
+    targets = torch.full((len(hidden),), len(weight) + 3)
+    seen = []
+
+    def gather(parts: Tensor) -> Tensor:
+        seen.append(parts)
+        return parts[None]
+
+    part = VocabularyPart(0, 2 * len(weight), gather)
+    _, found = linear_cross_entropy(hidden, weight, None, targets, -100, ALL, part)
+    assert bool((seen[0][1] == 0).all()), "another rank has that logit"
+    assert found.weight is not None
+    assert float(found.weight.sum(0).abs().max()) > 0
+    softmax = F.softmax(hidden.double() @ weight.double().T, dim=1)
+    assert gap(found.weight, softmax.T @ hidden.double()) < 4e-3
 
 
 def test_no_token_has_no_loss() -> None:

@@ -18,6 +18,7 @@ _WARPS = 4
 
 def lose(
     logits: Tensor,
+    words: int,
     targets: Tensor,
     ignored: int,
     losses: Tensor,
@@ -25,7 +26,10 @@ def lose(
     *,
     with_gradient: bool,
 ) -> None:
-    """Write the loss of each row of logits [tokens, columns], and the gradient in place of the logits."""
+    """Write the loss of each row of logits [tokens, columns], and the gradient in place of the logits.
+
+    The first columns are words, the others −inf: of a multiple of 16 Triton reads 16 bytes at a time.
+    """
     targets = targets.contiguous()
     sizes = (logits.stride(0), logits.shape[1], ignored)
     options = {"tile_size": _TILE, "num_warps": _WARPS}
@@ -35,11 +39,11 @@ def lose(
             _lose[grid](logits, targets, losses, *sizes, with_gradient=with_gradient, **options)
             return
         numbers = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-        _add_up[grid](logits, targets, numbers[0], numbers[1], *sizes, part.begin, **options)
+        _add_up[grid](logits, targets, numbers[0], numbers[1], *sizes, part.begin, words, **options)
         log_sums, chosen = part.combine(numbers)
         losses.copy_((log_sums - chosen).masked_fill(targets == ignored, 0))
         if with_gradient:
-            _differentiate[grid](logits, targets, log_sums, *sizes, part.begin, **options)
+            _differentiate[grid](logits, targets, log_sums, *sizes, part.begin, words, **options)
 
 
 @triton.jit(do_not_specialize=["ignored"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -64,7 +68,7 @@ def _lose(  # type: ignore[no-untyped-def]
         _write_gradient(row, log_sum, target, counted, num_columns, tile_size)
 
 
-@triton.jit(do_not_specialize=["ignored", "begin"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["ignored", "begin", "words"])  # type: ignore[untyped-decorator, unused-ignore]
 def _add_up(  # type: ignore[no-untyped-def]
     logits,
     targets,
@@ -74,6 +78,7 @@ def _add_up(  # type: ignore[no-untyped-def]
     num_columns,
     ignored,
     begin,
+    words,
     tile_size: tl.constexpr,
 ):
     """Write what ranks tell each other of their columns, which begin at `begin`."""
@@ -81,13 +86,13 @@ def _add_up(  # type: ignore[no-untyped-def]
     row = logits + token * stride
     target = tl.load(targets + token)
     column = target - begin
-    is_here = (target != ignored) & (column >= 0) & (column < num_columns)
+    is_here = (target != ignored) & (column >= 0) & (column < words)
     chosen = tl.load(row + tl.where(is_here, column, 0)).to(tl.float32)
     tl.store(chosen_logits + token, tl.where(is_here, chosen, 0.0))
     tl.store(log_sums + token, _log_sum(row, num_columns, tile_size))
 
 
-@triton.jit(do_not_specialize=["ignored", "begin"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["ignored", "begin", "words"])  # type: ignore[untyped-decorator, unused-ignore]
 def _differentiate(  # type: ignore[no-untyped-def]
     logits,
     targets,
@@ -96,13 +101,15 @@ def _differentiate(  # type: ignore[no-untyped-def]
     num_columns,
     ignored,
     begin,
+    words,
     tile_size: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + token)
     log_sum = tl.load(log_sums + token)
     counted = target != ignored
-    _write_gradient(logits + token * stride, log_sum, target - begin, counted, num_columns, tile_size)
+    column = tl.where(target - begin < words, target - begin, -1)
+    _write_gradient(logits + token * stride, log_sum, column, counted, num_columns, tile_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
