@@ -63,6 +63,13 @@ def test_gradients_in_a_low_type_are_rounded_once(
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_chunks_are_powers_of_two_of_tokens_within_the_limit() -> None:
+    sizes = [chunk.stop - chunk.start for chunk in losses.token_chunks(100_000, 50_304, on_cpu=False)]
+    assert set(sizes[:-1]) == {8192}
+    assert sum(sizes) == 100_000
+    assert {c.stop - c.start for c in losses.token_chunks(9_216, 10**9, on_cpu=False)} == {1024}
+
+
 def test_logits_of_minus_infinity_have_neither_loss_nor_gradient() -> None:
     logits, targets = logits_and_targets(3.0)
     masked = torch.cat([logits.detach(), torch.full((TOKENS, 2), -torch.inf)], 1).requires_grad_()

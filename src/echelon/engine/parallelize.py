@@ -29,12 +29,13 @@ from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
 from echelon.nn.head.wrapper import DeferredHead, find_head
 from echelon.nn.losses import Loss
-from echelon.nn.wrapping import Wrapping
+from echelon.nn.wrapping import Wrapping, find_wrapper, has_entry
 from echelon.parallel.called_stage import connect_stages
 from echelon.parallel.data.zero.units import SMALLEST as SMALLEST_UNIT
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import Observers
 from echelon.parallel.stage import LocalStages
+from echelon.parallel.tensor.modules import Column
 from echelon.parallel.tensor.styles import Table
 from echelon.plan import Plan
 from echelon.state.ownership import StateNames
@@ -134,5 +135,6 @@ def defer_logits(local: LocalStages, plan: Plan, layers: LayerSharding, wrapping
     """Let the logits of the last stage wait for the loss, which computes them in chunks if it can."""
     last = local.stages.get(len(local.program.placement) - 1) if plan.precision in ("bf16", "fp16") else None
     head = None if last is None else find_head(last.module)
-    if head is not None:
-        wrapping.wrap(DeferredHead(head, layers.deferral, compiled=plan.compile))
+    column = None if head is None else find_wrapper(head, Column)
+    if head is not None and not (has_entry(head, "tensor") and (column is None or column.part() is None)):
+        wrapping.wrap(DeferredHead(head, layers.deferral, compiled=plan.compile, split=column))

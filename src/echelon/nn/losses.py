@@ -5,16 +5,18 @@ With l the logits of a token, m the largest of them and y its target,
     loss          log Σ exp(l − m) + m − l[y]
     gradient      exp(l − m) / Σ, less 1 at y
 
-The forward pass keeps m and Σ of each token, beside the logits themselves. The backward pass computes the
+The forward pass keeps log Σ + m of each token, beside the logits themselves. The backward pass computes the
 softmax of one chunk at a time, in float32 at least, and writes its gradient in the type of the logits: there
-is no copy of all logits, and none of their softmax. Logits may be a part of the vocabulary: then m, Σ and
-l[y] are those of all ranks that hold the other parts.
+is no copy of all logits, and none of their softmax.
+
+Logits may be a part of the vocabulary, of which other ranks hold the rest. Each then has log Σ exp(l) of its
+part, and l[y] or 0; the first of the vocabulary is log Σ exp of those of all parts, the second their sum.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -113,16 +115,35 @@ def in_float32(total: Tensor) -> Tensor:
 # Elements of a chunk. On a CPU it fits a cache; on a GPU its kernels run longer than it takes to queue them.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24
 
-Reduce = Callable[[Tensor, Literal["sum", "max"]], object]
+# Of messages between ranks: elements of the logits that one is about, and tokens of the smallest.
+_ELEMENTS, _LEAST_TOKENS = 1 << 29, 1024
+_CPU_ELEMENTS, _CPU_LEAST_TOKENS = 1 << 22, 64
 
 
 class VocabularyPart(NamedTuple):
-    """Logits from column `begin` on, of `vocabulary` columns. `reduce` sums, or takes the largest, over the
-    ranks that hold the parts: in place, one number per token."""
+    """Logits from column `begin` on, of `vocabulary` columns. `gather` returns what each of the ranks that
+    hold the parts gives it, [ranks, …]."""
 
     begin: int
     vocabulary: int
-    reduce: Reduce
+    gather: Callable[[Tensor], Tensor]
+
+    def num_padded(self, columns: int) -> int:
+        """Return how many of the columns here are behind the vocabulary."""
+        return min(columns, max(0, self.begin + columns - self.vocabulary))
+
+    def combine(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log Σ exp(l) and l[y] of each token, of those of this rank's part, [2, tokens]."""
+        gathered = self.gather(parts)
+        return gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
+
+
+def token_chunks(tokens: int, columns: int, *, on_cpu: bool) -> list[slice]:
+    """The tokens whose logits are there together, and which ranks tell each other of in one message."""
+    elements, least = (_CPU_ELEMENTS, _CPU_LEAST_TOKENS) if on_cpu else (_ELEMENTS, _LEAST_TOKENS)
+    # A power of two: products of such sizes are the fast ones. With fewer tokens they are slow.
+    size = max(least, 1 << (max(1, elements // columns).bit_length() - 1))
+    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
@@ -130,44 +151,41 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, part: VocabularyPart |
 
     Tokens whose target is IGNORED_TARGET have no loss. Without `part` the columns are the vocabulary.
     """
-    whole = VocabularyPart(0, logits.shape[1], _keep)
     function: Any = _CrossEntropy.apply
-    total: Tensor = function(logits, targets, part or whole)
+    total: Tensor = function(logits, targets, part)
     return total
-
-
-def _keep(tensor: Tensor, _: str) -> Tensor:
-    return tensor
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart | None) -> Tensor:
         counted = targets != IGNORED_TARGET
-        check_targets(targets, ~counted, part.vocabulary)
-        columns = targets - part.begin
-        is_here = (columns >= 0) & (columns < logits.shape[1])
+        check_targets(targets, ~counted, logits.shape[1] if part is None else part.vocabulary)
+        columns = targets if part is None else targets - part.begin
+        is_here = counted & (columns >= 0) & (columns < logits.shape[1])
         columns = columns.masked_fill(~is_here, 0)
+        log_sums = _log_sums(logits)
         # The chosen logit is 0 on ranks that do not hold the target: the sum over ranks is its owner's.
-        largest = logits.amax(1).to(torch.promote_types(logits.dtype, torch.float32))
-        part.reduce(largest, "max")
-        chosen = logits.gather(1, columns[:, None])[:, 0].to(largest.dtype).masked_fill(~is_here, 0)
-        both = torch.stack([_sums_of_powers(logits, largest), chosen])
-        part.reduce(both, "sum")
-        sums, chosen = both
-        ctx.save_for_backward(logits, largest, sums, columns, is_here & counted, counted)
-        losses: Tensor = sums.log() + (largest - chosen)
+        chosen = logits.gather(1, columns[:, None])[:, 0].to(log_sums.dtype).masked_fill(~is_here, 0)
+        if part is not None:
+            # In the messages of the fused loss (head/linear_cross_entropy.py): a rank whose logits something
+            # has read may be here alone.
+            for chunk in token_chunks(*logits.shape, on_cpu=logits.is_cpu):
+                both = torch.stack([log_sums[chunk], chosen[chunk]])
+                log_sums[chunk], chosen[chunk] = part.combine(both)
+        ctx.save_for_backward(logits, log_sums, columns, is_here, counted)
+        losses: Tensor = log_sums - chosen
         return losses.masked_fill(~counted, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        logits, largest, sums, columns, is_here, counted = ctx.saved_tensors
-        scales = (gradient / sums).mul_(counted)  # from powers to their part of the gradient
+        logits, log_sums, columns, is_here, counted = ctx.saved_tensors
+        scales = gradient * counted  # from the softmax to its part of the gradient
         at_targets = -gradient * is_here
         result = torch.empty_like(logits)
         for chunk in _chunks(logits):
-            softmax = _powers(logits[chunk], largest[chunk]).mul_(scales[chunk, None])
+            softmax = _powers(logits[chunk], log_sums[chunk]).mul_(scales[chunk, None])
             result[chunk] = softmax.scatter_add_(1, columns[chunk, None], at_targets[chunk, None])
         return result, None, None
 
@@ -182,16 +200,19 @@ def check_targets(targets: Tensor, ignored: Tensor, vocabulary: int) -> None:
         raise IndexError(message)
 
 
-def _sums_of_powers(logits: Tensor, largest: Tensor) -> Tensor:
+def _log_sums(logits: Tensor) -> Tensor:
+    """Compute log Σ exp(l), in float32 at least; a part of which no column is in the vocabulary has −inf."""
+    largest = logits.amax(1).to(torch.promote_types(logits.dtype, torch.float32))
+    largest = largest.masked_fill(largest == -torch.inf, 0)
     sums = torch.empty_like(largest)
     for chunk in _chunks(logits):
         sums[chunk] = _powers(logits[chunk], largest[chunk]).sum(1)
-    return sums
+    return largest + sums.log()
 
 
-def _powers(logits: Tensor, largest: Tensor) -> Tensor:
-    """Compute exp(l − m), in the type of `largest` and in memory of its own."""
-    return (logits - largest[:, None]).exp_()
+def _powers(logits: Tensor, shift: Tensor) -> Tensor:
+    """Compute exp(l − shift), in the type of `shift` and in memory of its own."""
+    return (logits - shift[:, None]).exp_()
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

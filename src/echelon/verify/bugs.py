@@ -5,6 +5,7 @@ alters or loses messages of groups. What each of them is, and where it was repor
 docs/verify.md; `inject_bug` has their names. Those of sums between ranks are in `sum_bugs`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,9 +143,8 @@ def sum_whole_logits(engine: Engine) -> bool:
     """Ranks add up their sums over the vocabulary, which are whole: losses grow by the logarithm of ranks."""
 
     def multiply(message: Message) -> None:
-        (numbers,) = message.tensors
-        if numbers.ndim == 2:  # sums of powers, and the logits of targets; before, the largest logits came
-            numbers[0] *= message.group.size
+        gathered, _ = message.tensors  # of each rank the logarithms of its sums, and the logits of targets
+        gathered[:, 0] += math.log(message.group.size)
 
     return alter(engine.mesh.group("tensor"), "loss", then(multiply))
 

@@ -1,12 +1,16 @@
 """The fused loss and its gradients, against float64; chunks of every kind."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.nn import losses
 from echelon.nn.head import linear_cross_entropy as module
 from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
+from echelon.nn.losses import VocabularyPart
 
 ALL = Wanted(hidden=True, weight=True, bias=True)
 
@@ -36,8 +40,8 @@ def gap(found: Tensor, expected: Tensor) -> float:
 def test_loss_and_gradients_are_those_of_whole_logits(
     tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CPU_ELEMENTS", 1)
-    monkeypatch.setattr(module, "_CPU_LEAST_TOKENS", tokens_per_chunk)
+    monkeypatch.setattr(losses, "_CPU_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "_CPU_LEAST_TOKENS", tokens_per_chunk)
     hidden, weight, bias, targets = numbers()
     total, found = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
     expected = in_float64(hidden, weight, bias, targets)
@@ -53,8 +57,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 def test_chunks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias, targets = numbers()
     whole = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
-    monkeypatch.setattr(module, "_CPU_ELEMENTS", 1)
-    monkeypatch.setattr(module, "_CPU_LEAST_TOKENS", 5)
+    monkeypatch.setattr(losses, "_CPU_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "_CPU_LEAST_TOKENS", 5)
     parts = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
     torch.testing.assert_close(parts[0], whole[0], rtol=1e-6, atol=0)
     for part, each in zip(parts[1], whole[1], strict=True):
@@ -95,16 +99,40 @@ def test_what_is_not_wanted_is_not_made() -> None:
     assert gap(total, in_float64(hidden, weight, None, targets)[0]) < 1e-4
 
 
-def test_chunks_are_powers_of_two_of_tokens_within_the_limit() -> None:
-    sizes = [chunk.stop - chunk.start for chunk in module._chunks(100_000, 50_304, on_cpu=False)]
-    assert set(sizes[:-1]) == {8192}
-    assert sum(sizes) == 100_000
-    assert {c.stop - c.start for c in module._chunks(9_216, 10**9, on_cpu=False)} == {1024}
+def test_products_have_aligned_columns_whatever_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, bias, targets = numbers()
+    products = []
+    lose = module._lose
+
+    def spy(logits: Tensor, words: int, *args: Any, **kwargs: Any) -> None:
+        products.append(
+            (logits.shape[1], logits.stride(), words, bool((logits[:, words:] == -torch.inf).all()))
+        )
+        lose(logits, words, *args, **kwargs)
+        assert bool((logits[:, words:] == 0).all())
+
+    monkeypatch.setattr(module, "_lose", spy)
+    _, found = linear_cross_entropy(hidden, weight, bias, targets, -100, ALL)
+    assert products == [(1088, (1088, 1), 1030, True)]
+    assert [each.shape for each in found if each is not None] == [hidden.shape, weight.shape, bias.shape]
 
 
-def test_rows_of_logits_are_aligned_and_no_longer_than_the_vocabulary() -> None:
-    rows = module._rows_of_logits(3, torch.empty(50_257, 2, dtype=torch.bfloat16, device="meta"))
-    assert (rows.shape, rows.stride()) == ((3, 50_257), (50_264, 1))
+def test_a_target_of_the_next_part_is_no_column_that_was_appended() -> None:
+    hidden, weight, _, _ = numbers()
+    targets = torch.full((len(hidden),), len(weight) + 3)
+    seen = []
+
+    def gather(parts: Tensor) -> Tensor:
+        seen.append(parts)
+        return parts[None]
+
+    part = VocabularyPart(0, 2 * len(weight), gather)
+    _, found = linear_cross_entropy(hidden, weight, None, targets, -100, ALL, part)
+    assert bool((seen[0][1] == 0).all()), "another rank has that logit"
+    assert found.weight is not None
+    assert float(found.weight.sum(0).abs().max()) > 0
+    softmax = F.softmax(hidden.double() @ weight.double().T, dim=1)
+    assert gap(found.weight, softmax.T @ hidden.double()) < 4e-3
 
 
 def test_no_token_has_no_loss() -> None:

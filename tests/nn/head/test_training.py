@@ -16,7 +16,7 @@ from echelon.nn.head import wrapper
 from echelon.nn.head.deferred import _Computed, _FusedLoss
 from tests.engine.test_compiling import backend
 
-VOCABULARY = 1100
+VOCABULARY = 1101  # two ranks pad it
 
 
 def gpt() -> nn.Module:
@@ -53,7 +53,7 @@ def train(plan: str, model: str) -> tuple[list[float], dict[str, Tensor], int, i
         patch.object(_Computed, "forward", wraps=_Computed.forward) as computed,
         parallelize(
             llama() if model == "llama" else gpt(),
-            f"precision=bf16 {plan}",
+            plan if "precision" in plan else f"precision=bf16 {plan}",
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             loss=loss,
         ) as engine,
@@ -67,6 +67,8 @@ def train(plan: str, model: str) -> tuple[list[float], dict[str, Tensor], int, i
 def check(plan: str, model: str) -> None:
     """Runs in every rank."""
     losses, weights, fused, computed = train(plan, model)
+    if model == "capped" and "tensor" in plan:
+        assert fused == 0  # it gets all logits, gathered
     with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
         expected, right, *calls = train(plan, model)
     assert calls == [0, 0]
@@ -92,6 +94,38 @@ def test_two_ranks(plan: str, model: str, warm_ranks: Callable[[int], Ranks]) ->
     warm_ranks(2).run(check, plan, model)
 
 
+@pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tensor=2 microbatches=2",
+        "tensor=2 sequence=true precision=fp16",
+        pytest.param("tensor=2 recompute=full", marks=pytest.mark.slow),
+        pytest.param("tensor=2 update=backward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_vocabulary_that_is_split(plan: str, model: str, warm_ranks: Callable[[int], Ranks]) -> None:
+    warm_ranks(2).run(check, plan, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tensor=2 data=2 zero=3 microbatches=2",
+        "tensor=2 pipeline=2 schedule=zero-bubble microbatches=2",
+        "tensor=2 pipeline=2 schedule=1f1b sequence=true microbatches=3",
+        "tensor=2 context=2",
+        "tensor=2 data=2 zero=2 offload=optimizer",
+    ],
+)
+def test_a_vocabulary_that_is_split_under_other_axes(
+    plan: str, model: str, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    warm_ranks(4).run(check, plan, model)
+
+
 # torch hides this warning of its compiler by what an error passes by.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("model", ["gpt", "llama"])
@@ -104,6 +138,22 @@ def test_layers_that_are_compiled_leave_them_alone(model: str) -> None:
     assert computed == 0
     assert fused > 0
     assert losses == pytest.approx(expected, abs=2e-3)
+
+
+def compare_compiled(model: str) -> None:
+    torch._dynamo.reset()
+    with backend("aot_eager"):
+        losses, _, fused, computed = train("tensor=2 sequence=true compile=true", model)
+    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+        expected, *_ = train("tensor=2 sequence=true", model)
+    assert computed == 0
+    assert fused > 0
+    assert losses == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("model", ["gpt"])
+def test_a_split_head_in_a_compiled_layer(model: str, warm_ranks: Callable[[int], Ranks]) -> None:
+    warm_ranks(2).run(compare_compiled, model)
 
 
 def test_outputs_that_others_see_are_logits() -> None:

@@ -58,10 +58,10 @@ def test_value_and_gradient_are_those_of_all_logits(warm_ranks: Warm, ranks: int
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_exchange_three_numbers_per_token_in_two_messages(warm_ranks: Warm) -> None:
-    """Also those of several chunks."""
+def test_ranks_exchange_two_numbers_per_token_in_one_message(warm_ranks: Warm) -> None:
+    """Also those of several chunks of powers."""
     for *_, sent in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.float64):
-        assert sent == {"all_reduce": (2, 3 * 10 * 8)}
+        assert sent == {"all_gather": (1, 2 * 2 * 10 * 8)}
 
 
 def test_it_is_computed_in_float32_at_least(warm_ranks: Warm) -> None:

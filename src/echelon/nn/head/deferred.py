@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from echelon.errors import UserError
 from echelon.nn.autograd.attributes import FUNCTIONS_WITHOUT_VALUES
 from echelon.nn.head.linear_cross_entropy import HeadGradients, Wanted, linear_cross_entropy
-from echelon.nn.losses import IGNORED_TARGET
+from echelon.nn.losses import IGNORED_TARGET, VocabularyPart
 
 
 @final
@@ -39,6 +39,7 @@ class _Product:
     hidden: Tensor
     weight: nn.Parameter
     bias: nn.Parameter | None
+    part: VocabularyPart | None  # that the matrix makes
     wanted: Wanted
     version: int  # of the hidden states
     is_differentiated: bool
@@ -87,13 +88,16 @@ def _is_of_compiler(frame: Any) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(("torch._dynamo.", "torch._subclasses."))
 
 
-def defer(hidden: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-    """Stand for F.linear(hidden, weight, bias)."""
+def defer(
+    hidden: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, part: VocabularyPart | None = None
+) -> Tensor:
+    """Stand for F.linear(hidden, weight, bias); of a `part` of a vocabulary, with padding at −inf."""
     tracks = torch.is_grad_enabled()
     product = _Product(
         hidden.detach(),
         weight,
         bias,
+        part,
         Wanted(*(tracks and t is not None and t.requires_grad for t in (hidden, weight, bias))),
         hidden._version,
         tracks,
@@ -127,10 +131,12 @@ def compute(value: Any) -> Any:
     return value.computed
 
 
-def fused_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor | None:
+def fused_cross_entropy(logits: Tensor, targets: Tensor, *, of_part: bool = False) -> Tensor | None:
     """The summed cross entropy of deferred logits [..., vocabulary] against targets [...], in float32; None
-    of others. Tokens whose target is IGNORED_TARGET have no loss."""
+    of others. Tokens whose target is IGNORED_TARGET have no loss. `of_part`: ranks have parts of them."""
     if not isinstance(logits, DeferredLogits) or not is_deferred(logits) or logits.product.made is not None:
+        return None
+    if of_part != (logits.product.part is not None):
         return None
     function: Any = _FusedLoss
     total: Tensor = function.apply(logits, logits.product, targets.reshape(-1))
@@ -201,12 +207,18 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, product: _Product) -> Tensor:  # noqa: ARG004
         logits = F.linear(product.states(), product.weight, product.bias)
+        ctx.num_padded = 0 if product.part is None else product.part.num_padded(logits.shape[-1])
+        if ctx.num_padded:
+            logits[..., -ctx.num_padded :] = -torch.inf
         memory: Any = logits.new_empty(0)
         result: Tensor = memory.set_(logits)  # the same memory, and no view, which could not be written to
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.num_padded:
+            gradient = gradient.clone()  # others may have the same gradient
+            gradient[..., -ctx.num_padded :] = 0
         return gradient, None
 
 
@@ -218,7 +230,9 @@ class _FusedLoss(torch.autograd.Function):
         states = product.states()
         rows = states.reshape(-1, states.shape[-1])
         weight, bias = product.weight.detach(), product.bias
-        total, made = linear_cross_entropy(rows, weight, bias, targets, IGNORED_TARGET, product.wanted)
+        total, made = linear_cross_entropy(
+            rows, weight, bias, targets, IGNORED_TARGET, product.wanted, product.part
+        )
         if made.hidden is not None:
             made = made._replace(hidden=made.hidden.view(states.shape))
         product.made = made

@@ -8,6 +8,9 @@
 
 Gradients are made in the forward pass, while logits are at hand, for a loss whose own gradient is 1. The
 backward pass multiplies them by the true one, so what the loss is divided by may be known later.
+
+Where ranks hold parts of the vocabulary, each has l of its part, and tells the others log Σ exp(l) of it and
+l[y], or 0, in one message for each chunk. What it makes of that is its part of dh, and dW of its rows.
 """
 
 from typing import NamedTuple
@@ -15,13 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.nn.losses import check_targets
+from echelon.nn.losses import VocabularyPart, check_targets, token_chunks
 from echelon.nn.triton_support import has_triton
 
-# Elements of a chunk's logits, and tokens of the smallest one: with fewer, products are slow.
-_ELEMENTS, _LEAST_TOKENS = 1 << 29, 1024
-_ALIGNMENT = 8  # elements of 16 bits
-_CPU_ELEMENTS, _CPU_LEAST_TOKENS = 1 << 22, 64
+# Columns of logits: with 50,257 (GPT-2) cuBLAS multiplies in single elements, on an H200 5 times as slowly.
+_ALIGNMENT = 64
 
 
 class Wanted(NamedTuple):
@@ -41,34 +42,45 @@ class HeadGradients(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignored: int, wanted: Wanted
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignored: int,
+    wanted: Wanted,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of losses in float32 of hidden [tokens, width] against targets [tokens], and gradients.
 
-    The weight is [vocabulary, width], all of it below float32. Tokens whose target is `ignored` have no loss.
+    The weight is [vocabulary, width], all of it below float32, or those of its rows that this rank's `part`
+    has. Tokens whose target is `ignored` have no loss.
     """
-    check_targets(targets, targets == ignored, len(weight))
+    check_targets(targets, targets == ignored, len(weight) if part is None else part.vocabulary)
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+    columns = len(weight)
+    words = columns - (0 if part is None else part.num_padded(columns))
+    weight, bias = _aligned(weight), None if bias is None else _aligned(bias)
     gradients = HeadGradients(
         torch.empty_like(hidden) if wanted.hidden else None,
         torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted.weight else None,
         torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted.bias else None,
     )
-    chunks = _chunks(len(hidden), len(weight), on_cpu=hidden.is_cpu)
-    memory = _rows_of_logits(max((chunk.stop - chunk.start for chunk in chunks), default=0), weight)
+    chunks = token_chunks(len(hidden), len(weight), on_cpu=hidden.is_cpu)
+    memory = weight.new_empty(max((chunk.stop - chunk.start for chunk in chunks), default=0), len(weight))
     for chunk in chunks:
         rows = hidden[chunk]
         logits = _product(rows, weight, bias, memory[: len(rows)])
-        _lose(logits, targets[chunk], ignored, losses[chunk], with_gradient=any(wanted))
+        logits[:, words:] = -torch.inf  # whose power, and gradient, is 0
+        _lose(logits, words, targets[chunk], ignored, losses[chunk], part, with_gradient=any(wanted))
         _add_gradients(gradients, chunk, logits, rows, weight)
-    return losses.sum(), gradients
+    of_head = (each if each is None else each[:columns] for each in gradients[1:])
+    return losses.sum(), HeadGradients(gradients.hidden, *of_head)
 
 
-def _rows_of_logits(tokens: int, weight: Tensor) -> Tensor:
-    """Memory for the logits of a chunk. Rows begin at multiples of 16 bytes, whatever the vocabulary:
-    products take longer with others (GPT-2 has 50,257 words)."""
-    columns = len(weight)
-    return weight.new_empty(tokens, columns + -columns % _ALIGNMENT)[:, :columns]
+def _aligned(rows: Tensor) -> Tensor:
+    """Append zeros up to a multiple of rows."""
+    missing = -len(rows) % _ALIGNMENT
+    return torch.cat([rows.detach(), rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -77,28 +89,35 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
     return torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def _chunks(tokens: int, columns: int, *, on_cpu: bool) -> list[slice]:
-    elements, least = (_CPU_ELEMENTS, _CPU_LEAST_TOKENS) if on_cpu else (_ELEMENTS, _LEAST_TOKENS)
-    # A power of two: products of such sizes are the fast ones.
-    size = max(least, 1 << (max(1, elements // columns).bit_length() - 1))
-    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
-
-
-def _lose(logits: Tensor, targets: Tensor, ignored: int, losses: Tensor, *, with_gradient: bool) -> None:
-    """Write the losses, and the gradient of their sum in place of the logits."""
+def _lose(
+    logits: Tensor,
+    words: int,
+    targets: Tensor,
+    ignored: int,
+    losses: Tensor,
+    part: VocabularyPart | None,
+    *,
+    with_gradient: bool,
+) -> None:
+    """Write the losses, and the gradient of their sum in place of the logits. The first columns are words."""
     if logits.is_cuda and has_triton():
         from echelon.nn.head.cross_entropy_kernel import lose
 
-        lose(logits, targets, ignored, losses, with_gradient=with_gradient)
+        lose(logits, words, targets, ignored, losses, part, with_gradient=with_gradient)
         return
     counted = targets != ignored
-    columns = targets.masked_fill(~counted, 0)[:, None]
+    columns = targets if part is None else targets - part.begin
+    is_here = counted & (columns >= 0) & (columns < words)
+    columns = columns.masked_fill(~is_here, 0)[:, None]
     precise = logits.float()
-    log_sums = precise.logsumexp(1, keepdim=True)
-    losses.copy_((log_sums - precise.gather(1, columns))[:, 0].masked_fill(~counted, 0))
+    log_sums = precise.logsumexp(1)
+    chosen = precise.gather(1, columns)[:, 0].masked_fill(~is_here, 0)
+    if part is not None:
+        log_sums, chosen = part.combine(torch.stack([log_sums, chosen]))
+    losses.copy_((log_sums - chosen).masked_fill(~counted, 0))
     if with_gradient:
-        softmax = precise.sub_(log_sums).exp_()
-        softmax.scatter_add_(1, columns, -torch.ones_like(log_sums))
+        softmax = precise.sub_(log_sums[:, None]).exp_()
+        softmax.scatter_add_(1, columns, -is_here.float()[:, None])
         logits.copy_(softmax.masked_fill_(~counted[:, None], 0))
 
 

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.nn.head.deferred import defer
+from echelon.nn.losses import VocabularyPart
 from echelon.nn.tracing import is_transformed
 from echelon.nn.wrapping import Wrapper, has_entry, replaced_forward
 
 # Columns from which logits are large beside the hidden states: the head is a vocabulary, not some classes.
 _LEAST_COLUMNS = 1024
-_OTHERS = ("float64", "expert", "tensor")  # entries that compute something else
+_OTHERS = ("float64", "expert")  # entries that compute something else
 _LOW = (
     torch.bfloat16,
     torch.float16,
@@ -29,16 +30,26 @@ class Deferral:
     differentiates: bool = False
 
 
+class SplitHead(Protocol):
+    """A head of which this rank has some of the columns."""
+
+    def enter(self, x: Tensor) -> Tensor: ...
+
+    def part(self) -> VocabularyPart | None: ...
+
+
 @final
 class DeferredHead(Wrapper):
     """The last linear layer of a model below float32."""
 
     entry = "head"
 
-    def __init__(self, module: nn.Module, deferral: Deferral, *, compiled: bool) -> None:
+    def __init__(
+        self, module: nn.Module, deferral: Deferral, *, compiled: bool, split: SplitHead | None = None
+    ) -> None:
         """`compiled`: the layer that it is in is. The logits that wait stay outside of its graph."""
         super().__init__(module)
-        self._deferral, self._compiled = deferral, compiled
+        self._deferral, self._compiled, self._split = deferral, compiled, split
         self._call = self._make_call()
 
     def _make_call(self) -> Callable[..., Any]:
@@ -50,7 +61,10 @@ class DeferredHead(Wrapper):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._deferral.is_allowed and not kwargs and len(args) == 1 and self._suits(args[0]):
-            return defer(args[0], self.module.weight, self.module.bias)  # type: ignore[arg-type]
+            weight, bias = cast(Any, self.module.weight), cast(Any, self.module.bias)
+            if self._split is None:
+                return defer(args[0], weight, bias)
+            return defer(self._split.enter(args[0]), weight, bias, self._split.part())
         return self.inner(*args, **kwargs)
 
     def _suits(self, hidden: Any) -> bool:

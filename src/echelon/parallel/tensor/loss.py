@@ -1,6 +1,7 @@
 """Cross-entropy of logits that are split by vocabulary: they are never gathered.
 
-Ranks exchange three numbers per token: the largest logit, then the sum of powers and the target's logit.
+Ranks exchange two numbers per token: log Σ exp(l) of their part, and the target's logit. Logits that wait
+(nn/head) are computed with the head's matrix: no rank has even its part of them whole.
 """
 
 from collections.abc import Callable
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.collectives import Group, Reduction
+from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.nn.losses import IGNORED_TARGET, VocabularyPart, summed_cross_entropy
+from echelon.nn.head.deferred import fused_cross_entropy
+from echelon.nn.losses import IGNORED_TARGET, summed_cross_entropy
 from echelon.parallel.tensor.modules import is_masked
-
-_SUBJECT = "loss"
+from echelon.parallel.tensor.moves import vocabulary_part
 
 # (output, targets, group, vocabulary): each rank has n columns, the vocabulary by ranks, rounded up. Those of
 # rank r begin at r · n, and those behind the vocabulary are −inf.
@@ -31,9 +32,11 @@ def vocabulary_cross_entropy(
             f"cross_entropy: targets must have the shape of the logits without the last dim, "
             f"{list(logits.shape[:-1])}, and have {list(targets.shape)}; reshape them"
         )
-    logits = _without_padding(logits, group, vocabulary)
-    part = _part(logits.shape[-1], group, vocabulary)
-    total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), part)
+    total = fused_cross_entropy(logits, targets, of_part=True)
+    if total is None:
+        logits = _without_padding(logits, group, vocabulary)
+        part = vocabulary_part(logits.shape[-1], group, vocabulary)
+        total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), part)
     return total, (targets != IGNORED_TARGET).sum()
 
 
@@ -45,14 +48,6 @@ def _without_padding(logits: Tensor, group: Group, vocabulary: int) -> Tensor:
         return logits
     is_padding = torch.arange(columns, device=logits.device) >= columns - num_padded
     return logits.masked_fill(is_padding, -torch.inf)
-
-
-def _part(columns: int, group: Group, vocabulary: int) -> VocabularyPart:
-    def reduce(numbers: Tensor, op: Reduction) -> None:
-        with group.ledger.about(_SUBJECT):
-            group.all_reduce(numbers, op)
-
-    return VocabularyPart(columns * group.rank, min(vocabulary, columns * group.size), reduce)
 
 
 # Losses over split logits, by the full name of the loss over whole logits that they replace.

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.huggingface.modules import embedding_scale, is_transposed, rms_epsilon
+from echelon.nn.losses import VocabularyPart
 from echelon.nn.wrapping import Wrapper, find_wrapper
-from echelon.parallel.tensor.moves import check_tokens, checked_tokens, gathered
+from echelon.parallel.tensor.moves import check_tokens, checked_tokens, gathered, vocabulary_part
 from echelon.parallel.tensor.regions import Matrix, Region, can_share
 from echelon.parallel.tensor.styles import Style, rows_of_rank
 from echelon.state.shards import share_of
@@ -82,6 +83,17 @@ class Column(SplitModule):
         """All logits, of which `output` is this rank's part."""
         joined = self.region.join_logits(output)
         return joined[..., : self.vocabulary].contiguous() if self.is_padded else joined
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The hidden states that this rank's part of the logits is made of."""
+        return self.region.enter(x, to_matrices=True)
+
+    def part(self) -> VocabularyPart | None:
+        """This rank's part of the logits; None of other columns, and where all of them are gathered."""
+        if self.vocabulary is None or self.joined or not self.enters:
+            return None
+        group = self.region.group
+        return vocabulary_part(share_of(self.vocabulary, group.size), group, self.vocabulary)
 
     def _with_others(self, x: Tensor) -> Tensor | None:
         """The output, computed together with all columns of input `x`; None where that is not possible."""

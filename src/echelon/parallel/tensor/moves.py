@@ -1,6 +1,7 @@
 """The collectives of ranks that share a layer, at once or as operators of torch.compile: gather and sum."""
 
 import itertools
+from functools import partial
 from typing import final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from echelon.collectives import Group, Handle
 from echelon.collectives.agreement import gather_rows
 from echelon.errors import UserError
+from echelon.nn.losses import VocabularyPart
 from echelon.nn.tracing import untraced
 
 _SUBJECT = "tensor parallelism"
@@ -56,6 +58,12 @@ def start_sum_of_part(x: Tensor, group: Group, dim: int = 1, *, wait: bool = Fal
     part = torch.empty_like(parts[0])
     with group.ledger.about(_SUBJECT):
         return part, group.reduce_scatter(part, parts, wait=wait)
+
+
+def vocabulary_part(columns: int, group: Group, vocabulary: int) -> VocabularyPart:
+    """Describe this rank's `columns` of logits, of so many in all without padding."""
+    gather = partial(gather_rows, group=group, subject="loss")
+    return VocabularyPart(columns * group.rank, min(vocabulary, columns * group.size), gather)
 
 
 def check_divisible(x: Tensor, ranks: int, dim: int) -> None:
