@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 # What torch warns of in the first product of a process on a processor without bf16 or fp16 instructions, with
 # a C++ stack trace: it then computes the product in another way, and correctly. The last one is of the first
-# product of a backward pass on a GPU, whose thread has no context yet and gets it. pyproject.toml has these too.
+# product of a backward pass on a GPU, whose thread gets its context there. pyproject.toml has these too.
 TORCH_WARNINGS = (
     r"mkldnn_\w+ failed, switching to BLAS gemm",
     r".*(bf16|fp16) path needs (a|the) cpu",
