@@ -51,7 +51,8 @@ def test_products_are_added_without_being_rounded(monkeypatch: pytest.MonkeyPatc
 
 def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
     """Gradients of one microbatch are kept for this one alone: it takes them without a copy."""
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    # Kernels that add in any order differ by rounding from run to run, which larger updates multiply.
+    return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
 
 
 def losses(plan: str, *, keeps: bool) -> list[float]:
@@ -72,4 +73,6 @@ def losses(plan: str, *, keeps: bool) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["microbatches=1", "microbatches=4", "microbatches=4 compile=true"])
 def test_models_train_as_with_gradients_that_autograd_converts(plan: str) -> None:
-    assert losses(plan, keeps=True) == pytest.approx(losses(plan, keeps=False), rel=5e-3)
+    kept = losses(plan, keeps=True)
+    assert kept == pytest.approx(losses(plan, keeps=False), rel=2e-3)
+    assert kept[-1] < kept[0] - 0.05
