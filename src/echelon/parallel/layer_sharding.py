@@ -20,6 +20,7 @@ from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
+from echelon.nn.head.torch_losses import WaitingLoss
 from echelon.nn.head.wrapper import Deferral
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
@@ -152,7 +153,8 @@ class LayerSharding:
     @contextmanager
     def deferring(self, *, trains: bool) -> Iterator[None]:
         """Inside is a forward pass whose output goes to the loss: logits may wait for one that is known."""
-        knows_loss = split_loss(self.user_loss) is not None
+        takes_deferred = isinstance(self.loss, WaitingLoss) and self.loss.takes_deferred
+        knows_loss = takes_deferred or split_loss(self.user_loss) is not None
         self.deferral.is_allowed = knows_loss and not self.logits.are_seen
         self.deferral.differentiates = trains
         try:

@@ -22,6 +22,7 @@ def lose(
     ignored: int,
     losses: Tensor,
     part: VocabularyPart | None = None,
+    smoothing: float = 0.0,
     *,
     with_gradient: bool,
 ) -> None:
@@ -32,7 +33,17 @@ def lose(
     grid = (len(logits),)
     with on_device_of(logits):
         if part is None:
-            _lose[grid](logits, targets, losses, *sizes, with_gradient=with_gradient, **options)
+            _lose[grid](
+                logits,
+                targets,
+                losses,
+                *sizes,
+                1.0 - smoothing,
+                smoothing / logits.shape[1],
+                smooths=smoothing > 0,
+                with_gradient=with_gradient,
+                **options,
+            )
             return
         numbers = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         _add_up[grid](logits, targets, numbers[0], numbers[1], *sizes, part.begin, **options)
@@ -50,18 +61,24 @@ def _lose(  # type: ignore[no-untyped-def]
     stride,
     num_columns,
     ignored,
+    kept,
+    spread,
+    smooths: tl.constexpr,
     with_gradient: tl.constexpr,
     tile_size: tl.constexpr,
 ):
+    """The target has the weight `kept`, and each column `spread` beside it: label smoothing."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     target = tl.load(targets + token)
     counted = target != ignored
     chosen = tl.load(row + tl.where(counted, target, 0)).to(tl.float32)
     log_sum = _log_sum(row, num_columns, tile_size)
+    if smooths:
+        chosen = kept * chosen + spread * _sum(row, num_columns, tile_size)
     tl.store(losses + token, tl.where(counted, log_sum - chosen, 0.0))
     if with_gradient:
-        _write_gradient(row, log_sum, target, counted, num_columns, tile_size)
+        _write_gradient(row, log_sum, target, counted, kept, spread, num_columns, tile_size)
 
 
 @triton.jit(do_not_specialize=["ignored", "begin"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -102,7 +119,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
     target = tl.load(targets + token)
     log_sum = tl.load(log_sums + token)
     counted = target != ignored
-    _write_gradient(logits + token * stride, log_sum, target - begin, counted, num_columns, tile_size)
+    row = logits + token * stride
+    _write_gradient(row, log_sum, target - begin, counted, 1.0, 0.0, num_columns, tile_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -121,13 +139,22 @@ def _log_sum(row, num_columns, tile_size: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sum(row, num_columns, tile_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for begin in range(0, num_columns, tile_size):
+        columns = begin + tl.arange(0, tile_size)
+        total += tl.sum(tl.load(row + columns, mask=columns < num_columns, other=0.0).to(tl.float32))
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _write_gradient(  # type: ignore[no-untyped-def]
-    row, log_sum, column, counted, num_columns, tile_size: tl.constexpr
+    row, log_sum, column, counted, kept, spread, num_columns, tile_size: tl.constexpr
 ):
     for begin in range(0, num_columns, tile_size):
         columns = begin + tl.arange(0, tile_size)
         inside = columns < num_columns
         tile = tl.load(row + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(tile - log_sum) - tl.where(columns == column, 1.0, 0.0)
+        gradient = tl.exp(tile - log_sum) - tl.where(columns == column, kept + spread, spread)
         gradient = tl.where(counted, gradient, 0.0)
         tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=inside)
