@@ -21,16 +21,12 @@ from echelon.nn.experts import gates_of
 from echelon.nn.huggingface.adapters import reason_not_passed_on
 from echelon.nn.huggingface.modules import blocks_in, has_cache, makes_cache, without_cache
 from echelon.nn.layering import around_layers, called_layers
+from echelon.nn.tracing import RECOMPILE_LIMITS
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
 from echelon.parallel.stage import Stage
 from echelon.parallel.tensor.modules import prepare_compiling
 from echelon.plan import Plan
-
-# Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
-# recordings of a function and, when there are more, goes on without compiling, which is slow but right.
-_LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
-
 
 # Triton measures several forms of a kernel and takes the fastest, which may be another one on another rank.
 # Forms that add in another order are left out.
@@ -52,7 +48,7 @@ def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> N
     if not plan.compile:
         return
     _check_compiler()
-    options = _SAME_KERNELS if plan.tensor > 1 else None
+    options = compiler_options(plan)
     compilers: list[SelectiveCompiler | None] = [None]
     if plan.recompute == "selective":
         compilers = [SelectiveCompiler(options, share) for share in _KEPT_SHARES]
@@ -68,6 +64,10 @@ def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> N
             wrapping.before("compile", module, without_cache, with_kwargs=True)
         for gate in gates_of(stage.module):
             wrapping.wrap(EagerForward(gate))
+
+
+def compiler_options(plan: Plan) -> dict[str, Any] | None:
+    return _SAME_KERNELS if plan.tensor > 1 else None
 
 
 def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
@@ -138,7 +138,7 @@ class CompiledForward(Wrapper):
             )
         beat()  # the first calls take long
         with (
-            torch._dynamo.config.patch(_LIMITS),
+            torch._dynamo.config.patch(RECOMPILE_LIMITS),
             without_gradients(self._low),
             draw_ahead(self._dropouts),
             not_intercepted(),
