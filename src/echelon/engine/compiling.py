@@ -21,12 +21,16 @@ from echelon.nn.experts import gates_of
 from echelon.nn.huggingface.adapters import reason_not_passed_on
 from echelon.nn.huggingface.modules import blocks_in, has_cache, makes_cache, without_cache
 from echelon.nn.layering import around_layers, called_layers
-from echelon.nn.tracing import RECOMPILE_LIMITS
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
 from echelon.parallel.stage import Stage
 from echelon.parallel.tensor.modules import prepare_compiling
 from echelon.plan import Plan
+
+# Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
+# recordings of a function and, when there are more, goes on without compiling, which is slow but right.
+_LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
+
 
 # Triton measures several forms of a kernel and takes the fastest, which may be another one on another rank.
 # Forms that add in another order are left out.
@@ -138,7 +142,7 @@ class CompiledForward(Wrapper):
             )
         beat()  # the first calls take long
         with (
-            torch._dynamo.config.patch(RECOMPILE_LIMITS),
+            torch._dynamo.config.patch(_LIMITS),
             without_gradients(self._low),
             draw_ahead(self._dropouts),
             not_intercepted(),

@@ -18,11 +18,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
-# recordings of a function and, when there are more, goes on without compiling, which is slow but right.
-RECOMPILE_LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
-
-
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
     """Keep torch.compile out of a function. torch.compiler.disable would import the compiler at once."""
     return _disable_dynamo(function)

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.nn.head import compiled_loss
 from echelon.nn.head.compiled_loss import CompiledLoss, LossCompiler
 from echelon.nn.head.deferred import _Computed, defer
 from echelon.nn.losses import Sum
+from echelon.nn.sample_gathering import Replicas, gather_samples
 from echelon.parallel.own_loss import in_float32
 from tests.engine.test_compiling import backend
 
@@ -147,12 +149,19 @@ def retained(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets)
 
 
-@pytest.mark.parametrize("loss", [printed, penalised, retained])
+def gathered(output: Tensor, targets: Tensor) -> Tensor:
+    """Ranks send messages, which a graph would have once."""
+    assert gather_samples(targets).shape == targets.shape
+    return F.cross_entropy(gather_samples(output), targets)
+
+
+@pytest.mark.parametrize("loss", [printed, penalised, retained, gathered])
 def test_what_cannot_be_traced_is_called_as_it_is_and_said_once(loss: Callable[..., Any]) -> None:
-    with pytest.warns(UserWarning, match=SAYS) as said:
+    with Replicas().gathering(), pytest.warns(UserWarning, match=SAYS) as said:
         check(loss, is_compiled=False)
     assert len(said) == 1
     assert "\n" not in str(said[0].message)
+    assert "reads weights" not in str(said[0].message)  # as a part of its graph would
 
 
 def test_hooks_of_logits_change_their_gradient() -> None:
@@ -228,6 +237,29 @@ def test_a_mistake_of_the_loss_is_its_own() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         loss(defer(hidden, weight, bias), targets)
     assert loss.takes_deferred
+
+
+class Annealed:
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.step += 1
+        return F.cross_entropy(output, targets, label_smoothing=0.5 / self.step)
+
+
+def test_a_loss_that_changes_is_compiled_again_and_after_some_times_no_more() -> None:
+    hidden, weight, bias, targets = numbers()
+    loss, plain_loss, limits = (
+        compiled(Annealed()),
+        in_float32(Annealed(), torch.bfloat16),
+        {"recompile_limit": 2},
+    )
+    with patch.object(compiled_loss, "_LIMITS", limits), pytest.warns(UserWarning, match=SAYS):
+        found = [loss(defer(hidden, weight, bias), targets).detach() for _ in range(5)]
+    expected = [plain_loss(F.linear(hidden, weight, bias), targets).detach() for _ in range(5)]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=0)
+    assert not loss.takes_deferred
 
 
 def test_another_walk_of_a_graph_that_is_retained() -> None:

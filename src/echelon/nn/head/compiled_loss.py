@@ -24,7 +24,10 @@ from echelon.nn.draws.sample_draws import not_intercepted
 from echelon.nn.head.deferred import factors, is_deferred
 from echelon.nn.head.torch_losses import WaitingLoss
 from echelon.nn.losses import Loss
-from echelon.nn.tracing import RECOMPILE_LIMITS
+
+# Times that it is compiled, for other sizes, modes and numbers that it reads: a smoothing that changes in
+# each step is no reason to compile in each. All engines of a process share them.
+_LIMITS = {"recompile_limit": 24}
 
 
 @final
@@ -50,24 +53,26 @@ class CompiledLoss(WaitingLoss):
         parts = None if self._is_refused or _get_current_dispatch_mode() is not None else _parts_of(output)
         if parts is None:
             return self._loss(output, targets)
-        from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes seconds to import
 
         beat()  # the first calls take long
         if self._compiled is None:
             self._compiled = torch.compile(_compute, backend=self._compiler, fullgraph=True)
         spec, place, others, logits = parts
         try:
-            with torch._dynamo.config.patch(RECOMPILE_LIMITS), not_intercepted():
+            with torch._dynamo.config.patch(_LIMITS), not_intercepted():
                 return self._compiled(self._loss, spec, place, others, factors(logits), targets)
+        except FailOnRecompileLimitHit:
+            reason = "numbers or sizes that it reads change too often"
         except TorchDynamoException as error:
-            result = self._loss(output, targets)  # it may raise, and not be to blame on the compiler
-            self._refuse(getattr(error, "inner_exception", error))
-            return result
+            reason = str(getattr(error, "inner_exception", error)).partition("\n")[0].strip(". ")
+        result = self._loss(output, targets)  # it may raise, and not be to blame on the compiler
+        self._refuse(reason)
+        return result
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, reason: str) -> None:
         self._is_refused = True
         if self._warns:
-            reason = str(error).partition("\n")[0].strip(". ")
             warnings.warn(
                 f"compile=true: the loss runs uncompiled, of whole logits, because torch.compile cannot take "
                 f"all of it as one graph ({reason})",
