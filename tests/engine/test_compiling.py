@@ -21,6 +21,7 @@ from echelon.engine.compiling import SelectiveCompiler, compile_layers
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
+from echelon.nn.head.compiled_loss import LossCompiler
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.stage import Stage
@@ -88,18 +89,26 @@ def backend(name: str) -> Iterator[list[object]]:
     compile_, asked = torch.compile, []
 
     def compile_otherwise(
-        function: Callable[..., object], *, options: object = None, backend: object = None
+        function: Callable[..., object],
+        *,
+        options: object = None,
+        backend: object = None,
+        fullgraph: bool = False,
     ) -> object:
         asked.append(options)
         given = options if name == "inductor" else None
-        return compile_(function, backend=backend or name, options=given)  # type: ignore[call-overload]
+        return compile_(function, backend=backend or name, options=given, fullgraph=fullgraph)  # type: ignore[call-overload]
 
     def divide(self: SelectiveCompiler, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         with torch._functorch.config.patch(activation_memory_budget=self.kept_share):
             return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
+    def lower(self: LossCompiler, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return torch._dynamo.lookup_backend(name)(graph, inputs)
+
     selective = patch.object(SelectiveCompiler, "__call__", divide)
-    with patch.object(torch, "compile", compile_otherwise), selective:
+    loss = patch.object(LossCompiler, "lower", lower)
+    with patch.object(torch, "compile", compile_otherwise), selective, loss:
         yield asked
 
 

@@ -52,7 +52,7 @@ def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> N
     if not plan.compile:
         return
     _check_compiler()
-    options = _SAME_KERNELS if plan.tensor > 1 else None
+    options = compiler_options(plan)
     compilers: list[SelectiveCompiler | None] = [None]
     if plan.recompute == "selective":
         compilers = [SelectiveCompiler(options, share) for share in _KEPT_SHARES]
@@ -68,6 +68,10 @@ def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> N
             wrapping.before("compile", module, without_cache, with_kwargs=True)
         for gate in gates_of(stage.module):
             wrapping.wrap(EagerForward(gate))
+
+
+def compiler_options(plan: Plan) -> dict[str, Any] | None:
+    return _SAME_KERNELS if plan.tensor > 1 else None
 
 
 def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from echelon.engine.arguments import check_arguments, check_objective
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
-from echelon.engine.compiling import compile_layers
+from echelon.engine.compiling import compile_layers, compiler_options
 from echelon.engine.engine import Engine
 from echelon.engine.model_checks import accept_model
 from echelon.engine.setup import Setup
@@ -138,3 +138,5 @@ def defer_logits(local: LocalStages, plan: Plan, layers: LayerSharding, wrapping
     column = None if head is None else find_wrapper(head, Column)
     if head is not None and not (has_entry(head, "tensor") and (column is None or column.part() is None)):
         wrapping.wrap(DeferredHead(head, layers.deferral, compiled=plan.compile, split=column))
+        if plan.compile and plan.flushes:  # a loss that is not known; versions of weights change in between
+            layers.compile_loss(compiler_options(plan))

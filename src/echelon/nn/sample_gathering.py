@@ -22,6 +22,7 @@ from echelon.collectives.group import Group
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.autograd.second_run import once
+from echelon.nn.tracing import untraced
 
 _SUBJECT = "samples"
 
@@ -81,6 +82,7 @@ _CURRENT: ContextVar[Replicas | None] = ContextVar("echelon.nn.sample_gathering"
 _open: WeakKeyDictionary[Replicas, None] = WeakKeyDictionary()
 
 
+@untraced
 def gather_samples(x: Tensor) -> Tensor:
     """Return the rows (dim 0) of all replicas, in the order of the global batch; differentiable.
 

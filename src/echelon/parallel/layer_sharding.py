@@ -20,6 +20,8 @@ from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
+from echelon.nn.head.compiled_loss import CompiledLoss
+from echelon.nn.head.torch_losses import WaitingLoss
 from echelon.nn.head.wrapper import Deferral
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
@@ -28,7 +30,7 @@ from echelon.nn.wrapping import Wrapping
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.expert.split import spread_experts
-from echelon.parallel.own_loss import in_float32
+from echelon.parallel.own_loss import ObjectiveLoss, in_float32
 from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
 from echelon.parallel.sequence_checks import (
@@ -132,6 +134,18 @@ class LayerSharding:
         group = self._mesh.group("tensor")
         return lambda output, targets: over_parts(output, targets, group, vocabulary)
 
+    def compile_loss(self, options: dict[str, Any] | None) -> None:
+        """Let the logits of a loss that is not known wait, too, and compile it with the head's matrix. One in
+        float32 at least, and one that the model computes, is called as it is."""
+        is_known = isinstance(self.whole_loss, WaitingLoss) or self.whole_loss is self.user_loss
+        if is_known or self.has_split_logits or isinstance(self.user_loss, ObjectiveLoss):
+            return
+        place, frees_weights = self._mesh.position, self._mesh.plan.frees_weights
+        warns = place.data == place.tensor == place.context == 0
+        self.whole_loss = self.loss = CompiledLoss(
+            self.whole_loss, options, frees_weights=frees_weights, warns=warns
+        )
+
     @contextmanager
     def using(self, loss: Loss | None, *, whole_logits: bool = False) -> Iterator[None]:
         """Inside, passes compute this loss, if any. `whole_logits`: others look at the output too."""
@@ -152,7 +166,8 @@ class LayerSharding:
     @contextmanager
     def deferring(self, *, trains: bool) -> Iterator[None]:
         """Inside is a forward pass whose output goes to the loss: logits may wait for one that is known."""
-        knows_loss = split_loss(self.user_loss) is not None
+        takes_deferred = isinstance(self.loss, WaitingLoss) and self.loss.takes_deferred
+        knows_loss = takes_deferred or split_loss(self.user_loss) is not None
         self.deferral.is_allowed = knows_loss and not self.logits.are_seen
         self.deferral.differentiates = trains
         try:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import Objective
+from echelon.nn.head.torch_losses import known_loss
 from echelon.nn.huggingface.adapters import adapted_model, predicts_first, reason_not_passed_on
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
@@ -121,7 +122,7 @@ def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
     def float32_loss(output: Any, targets: Any) -> Any:
         return loss(tree_map(_in_float32, output), targets)
 
-    return float32_loss
+    return known_loss(loss, float32_loss)
 
 
 def _in_float32(leaf: Any) -> Any:

@@ -192,7 +192,8 @@ def test_gradients_go_where_they_are_wanted_and_nowhere_else() -> None:
         loss = known(logits)
         expected = known(F.linear(hidden, weight))
     assert not loss.requires_grad
-    assert logits.product.made == (None, None, None)
+    assert logits.product.wanted == (False, False, False)
+    assert logits.product.is_fused
     torch.testing.assert_close(loss, expected)
 
 

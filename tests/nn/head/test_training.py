@@ -1,6 +1,8 @@
 """Trainings in bf16 whose logits are never whole, and the same with whole logits; models of others too."""
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,7 @@ from echelon.engine import parallelize
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.head import wrapper
-from echelon.nn.head.deferred import _Computed, _FusedLoss
+from echelon.nn.head.deferred import _Computed, _Factors, _FusedLoss
 from tests.engine.test_compiling import backend
 
 VOCABULARY = 1101  # two ranks pad it
@@ -138,6 +140,47 @@ def test_layers_that_are_compiled_leave_them_alone(model: str) -> None:
     assert computed == 0
     assert fused > 0
     assert losses == pytest.approx(expected, abs=2e-3)
+
+
+def check_compiled(plan: str, *, is_here: bool) -> None:
+    """In each rank. `is_here`: the head is, on every rank."""
+    torch._dynamo.reset()
+    with (
+        backend("aot_eager"),
+        patch.object(_Factors, "forward", wraps=_Factors.forward) as factors,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        losses, weights, fused, computed = train(f"{plan} compile=true", "capped")
+    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+        expected, right, *_ = train(plan, "capped")
+    assert (fused, computed) == (0, 0)
+    assert factors.call_count > 0 or not is_here
+    assert losses == pytest.approx(expected, abs=2e-3)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.float(), right[name].float(), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.slow_cases("precision=fp16", "microbatches=2 recompute=full")
+@pytest.mark.parametrize("plan", ["microbatches=2", "precision=fp16", "microbatches=2 recompute=full"])
+def test_a_loss_that_is_not_known_is_compiled_with_the_head(plan: str) -> None:
+    check_compiled(plan, is_here=True)
+
+
+@pytest.mark.slow_cases("pipeline=2 schedule=1f1b microbatches=3", "data=2 zero=1 offload=optimizer")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 zero=3 microbatches=2",
+        "pipeline=2 schedule=1f1b microbatches=3",
+        "data=2 zero=1 offload=optimizer",
+    ],
+)
+def test_a_loss_is_compiled_on_the_ranks_that_have_the_head(
+    plan: str, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    warm_ranks(2).run(partial(check_compiled, is_here="pipeline" not in plan), plan)
 
 
 def compare_compiled(model: str) -> None:

@@ -23,6 +23,7 @@ def lose(
     ignored: int,
     losses: Tensor,
     part: VocabularyPart | None = None,
+    smoothing: float = 0.0,
     *,
     with_gradient: bool,
 ) -> None:
@@ -36,7 +37,18 @@ def lose(
     grid = (len(logits),)
     with on_device_of(logits):
         if part is None:
-            _lose[grid](logits, targets, losses, *sizes, with_gradient=with_gradient, **options)
+            _lose[grid](
+                logits,
+                targets,
+                losses,
+                *sizes,
+                words,
+                1.0 - smoothing,
+                smoothing / words,
+                smooths=smoothing > 0,
+                with_gradient=with_gradient,
+                **options,
+            )
             return
         numbers = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         _add_up[grid](logits, targets, numbers[0], numbers[1], *sizes, part.begin, words, **options)
@@ -46,7 +58,7 @@ def lose(
             _differentiate[grid](logits, targets, log_sums, *sizes, part.begin, words, **options)
 
 
-@triton.jit(do_not_specialize=["ignored"])  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit(do_not_specialize=["ignored", "words"])  # type: ignore[untyped-decorator, unused-ignore]
 def _lose(  # type: ignore[no-untyped-def]
     logits,
     targets,
@@ -54,18 +66,25 @@ def _lose(  # type: ignore[no-untyped-def]
     stride,
     num_columns,
     ignored,
+    words,
+    kept,
+    spread,
+    smooths: tl.constexpr,
     with_gradient: tl.constexpr,
     tile_size: tl.constexpr,
 ):
+    """The target has the weight `kept`, and each column `spread` beside it: label smoothing."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     target = tl.load(targets + token)
     counted = target != ignored
     chosen = tl.load(row + tl.where(counted, target, 0)).to(tl.float32)
     log_sum = _log_sum(row, num_columns, tile_size)
+    if smooths:
+        chosen = kept * chosen + spread * _sum(row, words, tile_size)
     tl.store(losses + token, tl.where(counted, log_sum - chosen, 0.0))
     if with_gradient:
-        _write_gradient(row, log_sum, target, counted, num_columns, tile_size)
+        _write_gradient(row, log_sum, target, counted, kept, spread, words, num_columns, tile_size)
 
 
 @triton.jit(do_not_specialize=["ignored", "begin", "words"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -108,8 +127,9 @@ def _differentiate(  # type: ignore[no-untyped-def]
     target = tl.load(targets + token)
     log_sum = tl.load(log_sums + token)
     counted = target != ignored
+    row = logits + token * stride
     column = tl.where(target - begin < words, target - begin, -1)
-    _write_gradient(logits + token * stride, log_sum, column, counted, num_columns, tile_size)
+    _write_gradient(row, log_sum, column, counted, 1.0, 0.0, words, num_columns, tile_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -128,13 +148,23 @@ def _log_sum(row, num_columns, tile_size: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sum(row, words, tile_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for begin in range(0, words, tile_size):
+        columns = begin + tl.arange(0, tile_size)
+        total += tl.sum(tl.load(row + columns, mask=columns < words, other=0.0).to(tl.float32))
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _write_gradient(  # type: ignore[no-untyped-def]
-    row, log_sum, column, counted, num_columns, tile_size: tl.constexpr
+    row, log_sum, column, counted, kept, spread, words, num_columns, tile_size: tl.constexpr
 ):
     for begin in range(0, num_columns, tile_size):
         columns = begin + tl.arange(0, tile_size)
         inside = columns < num_columns
         tile = tl.load(row + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = tl.exp(tile - log_sum) - tl.where(columns == column, 1.0, 0.0)
+        gradient = tl.exp(tile - log_sum) - tl.where(columns < words, spread, 0.0)
+        gradient -= tl.where(columns == column, kept, 0.0)
         gradient = tl.where(counted, gradient, 0.0)
         tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=inside)

@@ -9,14 +9,15 @@ backward pass begin. It adds up what comes by two ways: the gradients that the f
 times that of the loss; and a gradient of logits, from all that has read them.
 
     hidden, weight, bias ─ _Deferred ─┬─ _FusedLoss ─ loss        gradient of _Deferred: nothing, one number
+                                      ├─ _Factors ─ region ─ loss                        nothing
                                       └─ _Computed ─ logits ─ …                          of logits
 
 In the memory of deferred logits is one number, NaN: what reads them past torch's functions is not silent.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.autograd.attributes import FUNCTIONS_WITHOUT_VALUES
-from echelon.nn.head.linear_cross_entropy import HeadGradients, Wanted, linear_cross_entropy
+from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
 from echelon.nn.losses import IGNORED_TARGET, VocabularyPart
 
 
@@ -44,8 +45,14 @@ class _Product:
     version: int  # of the hidden states
     is_differentiated: bool
     nothing: Tensor  # its memory marks the gradient that a fused loss sends where logits would be
-    made: HeadGradients | None = None  # by the fused loss, for a gradient of 1
-    scale: Tensor | None = None  # the true one
+    is_fused: bool = False
+    sent: dict[object, list[Tensor | None]] = field(default_factory=dict)  # gradients that go past the logits
+
+    def send(self, sender: object, gradients: Iterable[Tensor | None], shape: torch.Size) -> Tensor:
+        """Let the node where logits were deferred add gradients of hidden states, weight and bias; returns
+        what stands for that of logits on the way there. A walk that does not lead there is forgotten."""
+        self.sent[sender] = list(gradients)
+        return self.nothing.expand(shape)
 
     def states(self) -> Tensor:
         if self.hidden._version != self.version:
@@ -131,16 +138,33 @@ def compute(value: Any) -> Any:
     return value.computed
 
 
-def fused_cross_entropy(logits: Tensor, targets: Tensor, *, of_part: bool = False) -> Tensor | None:
+def fused_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    of_part: bool = False,
+    ignored: int = IGNORED_TARGET,
+    smoothing: float = 0.0,
+) -> Tensor | None:
     """The summed cross entropy of deferred logits [..., vocabulary] against targets [...], in float32; None
-    of others. Tokens whose target is IGNORED_TARGET have no loss. `of_part`: ranks have parts of them."""
-    if not isinstance(logits, DeferredLogits) or not is_deferred(logits) or logits.product.made is not None:
+    of others. Tokens whose target is `ignored` have no loss; `smoothing` is of labels. `of_part`: ranks have
+    parts of the logits."""
+    if not isinstance(logits, DeferredLogits) or not is_deferred(logits) or logits.product.is_fused:
         return None
     if of_part != (logits.product.part is not None):
         return None
     function: Any = _FusedLoss
-    total: Tensor = function.apply(logits, logits.product, targets.reshape(-1))
+    total: Tensor = function.apply(logits, logits.product, targets.reshape(-1), ignored, smoothing)
     return total
+
+
+def factors(logits: Tensor) -> tuple[Tensor, ...]:
+    """What deferred logits are the product of: hidden states, weight and bias, if any; for a region of the
+    graph that multiplies them itself. Their gradients go to where logits were deferred."""
+    assert isinstance(logits, DeferredLogits)
+    function: Any = _Factors
+    found: tuple[Tensor, ...] = function.apply(logits, logits.product)
+    return found
 
 
 class _Deferred(torch.autograd.Function):
@@ -169,10 +193,9 @@ class _Deferred(torch.autograd.Function):
         if gradient is not None and not _shares_memory(gradient, product.nothing):
             rows, columns = ctx.saved_tensors
             totals = _gradients_of_product(gradient.reshape(len(rows), -1), rows, columns, ctx)
-        if product.scale is not None:
-            made = [_scaled(each, product.scale) for each in product.made]
-            totals = [_sum(*pair) for pair in zip(totals, made, strict=True)]
-            product.scale = None  # a graph that is retained may be walked from elsewhere
+        for gradients in product.sent.values():
+            totals = [_sum(*pair) for pair in zip(totals, gradients, strict=True)]
+        product.sent.clear()  # a graph that is retained may be walked from elsewhere
         return *totals, None
 
 
@@ -222,25 +245,47 @@ class _Computed(torch.autograd.Function):
         return gradient, None
 
 
+class _Factors(torch.autograd.Function):
+    runs_once = True
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, product: _Product) -> tuple[Tensor, ...]:
+        given = [product.states(), product.weight, product.bias]
+        found = [each.detach() for each in given if each is not None]
+        constant = [each for each, wants in zip(found, product.wanted, strict=False) if not wants]
+        ctx.mark_non_differentiable(*constant)
+        ctx.set_materialize_grads(False)
+        ctx.product, ctx.shape = product, source.shape
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        of_all = (*gradients, None)[:3]  # there may be no bias
+        return ctx.product.send(_Factors, of_all, ctx.shape), None
+
+
 class _FusedLoss(torch.autograd.Function):
     """The sum of losses of all rows of deferred logits."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, product: _Product, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, source: Tensor, product: _Product, targets: Tensor, ignored: int, smoothing: float
+    ) -> Tensor:
         states = product.states()
         rows = states.reshape(-1, states.shape[-1])
         weight, bias = product.weight.detach(), product.bias
         total, made = linear_cross_entropy(
-            rows, weight, bias, targets, IGNORED_TARGET, product.wanted, product.part
+            rows, weight, bias, targets, ignored, product.wanted, product.part, smoothing
         )
         if made.hidden is not None:
             made = made._replace(hidden=made.hidden.view(states.shape))
-        product.made = made
-        ctx.product, ctx.shape = product, source.shape
+        product.is_fused = True
+        ctx.made, ctx.product, ctx.shape = made, product, source.shape
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.product.scale = gradient
-        return ctx.product.nothing.expand(ctx.shape), None, None
+        made = (_scaled(each, gradient) for each in ctx.made)
+        return ctx.product.send(_FusedLoss, made, ctx.shape), None, None, None, None

@@ -49,12 +49,14 @@ def linear_cross_entropy(
     ignored: int,
     wanted: Wanted,
     part: VocabularyPart | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of losses in float32 of hidden [tokens, width] against targets [tokens], and gradients.
 
     The weight is [vocabulary, width], all of it below float32, or those of its rows that this rank's `part`
-    has. Tokens whose target is `ignored` have no loss.
+    has. Tokens whose target is `ignored` have no loss. `smoothing` is of labels; there is none for parts.
     """
+    assert part is None or smoothing == 0
     check_targets(targets, targets == ignored, len(weight) if part is None else part.vocabulary)
     losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
     columns = len(weight)
@@ -71,7 +73,9 @@ def linear_cross_entropy(
         rows = hidden[chunk]
         logits = _product(rows, weight, bias, memory[: len(rows)])
         logits[:, words:] = -torch.inf  # whose power, and gradient, is 0
-        _lose(logits, words, targets[chunk], ignored, losses[chunk], part, with_gradient=any(wanted))
+        _lose(
+            logits, words, targets[chunk], ignored, losses[chunk], part, smoothing, with_gradient=any(wanted)
+        )
         _add_gradients(gradients, chunk, logits, rows, weight)
     of_head = (each if each is None else each[:columns] for each in gradients[1:])
     return losses.sum(), HeadGradients(gradients.hidden, *of_head)
@@ -96,6 +100,7 @@ def _lose(
     ignored: int,
     losses: Tensor,
     part: VocabularyPart | None,
+    smoothing: float,
     *,
     with_gradient: bool,
 ) -> None:
@@ -103,7 +108,7 @@ def _lose(
     if logits.is_cuda and has_triton():
         from echelon.nn.head.cross_entropy_kernel import lose
 
-        lose(logits, words, targets, ignored, losses, part, with_gradient=with_gradient)
+        lose(logits, words, targets, ignored, losses, part, smoothing, with_gradient=with_gradient)
         return
     counted = targets != ignored
     columns = targets if part is None else targets - part.begin
@@ -112,12 +117,16 @@ def _lose(
     precise = logits.float()
     log_sums = precise.logsumexp(1)
     chosen = precise.gather(1, columns)[:, 0].masked_fill(~is_here, 0)
+    if smoothing:
+        chosen = (1 - smoothing) * chosen + smoothing * precise[:, :words].mean(1)
     if part is not None:
         log_sums, chosen = part.combine(torch.stack([log_sums, chosen]))
     losses.copy_((log_sums - chosen).masked_fill(~counted, 0))
     if with_gradient:
         softmax = precise.sub_(log_sums[:, None]).exp_()
-        softmax.scatter_add_(1, columns, -is_here.float()[:, None])
+        softmax.scatter_add_(1, columns, (smoothing - 1) * is_here.float()[:, None])
+        if smoothing:
+            softmax[:, :words].sub_(smoothing / words)
         logits.copy_(softmax.masked_fill_(~counted[:, None], 0))
 
 
