@@ -27,6 +27,7 @@ from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
+from echelon.nn.float8 import multiply_in_float8
 from echelon.nn.head.wrapper import DeferredHead, find_head
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping, find_wrapper, has_entry
@@ -100,6 +101,7 @@ def parallelize(
         mesh = undo.enter_context(closing(Mesh.join(plan)))
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
+        multiply_in_float8(model, plan, wrapping)  # precision=fp8
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
         sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
