@@ -1,6 +1,7 @@
 """Trainings with precision=fp8: close to bf16, and under every plan those of one device, within rounding."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,31 @@ def test_plans_are_nearer_to_one_device_than_that_is_to_bf16(
     wanted, others = on_one_device[name]
     assert losses == pytest.approx(wanted, rel=2e-3)
     assert distance(weights, others) < distance(others, in_bf16[name][1])
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_the_head_s_logits_wait_as_in_bf16(precision: str) -> None:
+    torch.manual_seed(0)
+    model = build(ModelConfig("gpt", layers=1, width=32, heads=4, vocab=1040, sequence=SEQUENCE))
+    with echelon.parallelize(
+        model, f"precision={precision}", optimizer=momentum, loss=cross_entropy
+    ) as engine:
+        assert "head ×1" in repr(engine)
+
+
+def test_a_training_goes_on_from_its_files_to_the_bit(
+    tmp_path: Path, on_one_device: dict[str, Trained]
+) -> None:
+    with engine_of("gpt", "precision=fp8") as engine:
+        for step in range(2):
+            engine.step(batch_of("gpt", step))
+        engine.save(tmp_path)
+    with engine_of("gpt", "precision=fp8 recompute=full") as engine:
+        engine.load(tmp_path)
+        losses = [engine.step(batch_of("gpt", step)).loss for step in range(2, STEPS)]
+        weights = engine.full_state_dict()
+    assert losses == on_one_device["gpt"][0][2:]
+    assert all(torch.equal(value, on_one_device["gpt"][1][key]) for key, value in weights.items())
 
 
 def calls_of(name: str, plan: str) -> int:

@@ -1,5 +1,6 @@
 """Products in 8 bits by the units of a GPU are those that tests on a CPU compute with rounded numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,19 +44,54 @@ def test_products_are_those_of_rounded_numbers(rows: int) -> None:
         assert (got.double() - exact.double()).norm() < 2.0**-8 * exact.double().norm()
 
 
-def losses(plan: str) -> list[float]:
+WORDS = ("", "compile=true", "recompute=selective", "microbatches=2 compile=true")
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def subtract(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def train(
+    plan: str, make: Make, steps: int, *, emulates: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = build(ModelConfig("gpt", layers=2, width=2048, heads=16, vocab=512, sequence=256))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(512, (4, 257), generator=generator)
-    with echelon.parallelize(
-        model, plan, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4), loss=cross_entropy
-    ) as engine:
-        return [engine.step((tokens[:, :-1], tokens[:, 1:])).loss for _ in range(10)]
+    with (
+        tools.patch.object(float8, "EMULATES", emulates),
+        echelon.parallelize(model, plan, optimizer=make, loss=cross_entropy) as engine,
+    ):
+        losses = [engine.step((tokens[:, :-1], tokens[:, 1:])).loss for _ in range(steps)]
+        return losses, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("words", ["", "compile=true", "recompute=selective", "microbatches=2 compile=true"])
-def test_losses_are_near_those_of_bf16(words: str) -> None:
-    trained = losses(f"precision=fp8 {words}")
-    assert trained == pytest.approx(losses("precision=bf16"), rel=0.02)
-    assert trained[-1] < trained[0] - 0.5
+@pytest.mark.parametrize("words", WORDS)
+def test_losses_are_those_of_rounded_numbers(words: str) -> None:
+    """The model learns its batch by heart, so losses end near 0: allowed is a share of the first one."""
+    losses, _ = train(f"precision=fp8 {words}", adam, 10)
+    emulated, _ = train(f"precision=fp8 {words}", adam, 10, emulates=True)
+    in_bf16, _ = train(f"precision=bf16 {words}", adam, 10)
+    assert losses == pytest.approx(emulated, abs=0.01 * emulated[0])
+    assert losses == pytest.approx(in_bf16, abs=0.02 * in_bf16[0])
+    assert losses[-1] < losses[0] / 2
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return sum(float((one[name].double() - other[name].double()).square().sum()) for name in one) ** 0.5
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_gradients_are_nearer_to_those_of_rounded_numbers_than_to_bf16(words: str) -> None:
+    """Weights less their gradients. Units add up in another order than the emulation: where that changes the
+    last bit of an output, 8 bits of it may be others too. With every last bit at random, gradients on a CPU
+    are 0.8 times as far from the emulation as from bf16; products in bf16 would be nearer to those."""
+    _, weights = train(f"precision=fp8 {words}", subtract, 1)
+    _, emulated = train(f"precision=fp8 {words}", subtract, 1, emulates=True)
+    _, in_bf16 = train(f"precision=bf16 {words}", subtract, 1)
+    assert distance(weights, emulated) < distance(weights, in_bf16)

@@ -98,6 +98,22 @@ def test_a_number_is_rounded_alike_beside_others() -> None:
     assert torch.equal(module(x), torch.cat([module(x[:16]), module(x[16:])]))
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """So that a step with it is seen: 8 bits would be cut off at their largest number."""
+    module: Any = linear(32, 48)
+    x = draw(5, 32).requires_grad_()
+    gradient = draw(5, 48, seed=1)
+    gradient[1, 2] = value
+    module(x).backward(gradient)
+    assert x.grad is not None
+    assert not x.grad[1].isfinite().any()
+    assert not module.weight.grad[2].isfinite().any()
+    with torch.no_grad():
+        x[3, 4] = value
+    assert not module(x)[3].isfinite().any()
+
+
 def test_a_transposed_matrix_is_one_too() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     plain: Any = linear(32, 48)
@@ -144,6 +160,7 @@ class Several(nn.Module):
         self.replaced, self.frozen = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
         self.replaced.forward = lambda x: x  # type: ignore[method-assign]
         self.experts = MixtureOfExperts(SoftmaxGate(32, 32, top_k=2), Experts(32, 32, 32))
+        self.attention = nn.MultiheadAttention(32, 4)
         self.head = nn.Linear(32, 96)
 
 
@@ -152,6 +169,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def test_matrices_are_wide_and_learn_and_are_no_heads_or_gates() -> None:
+    """Nor are they those whose weights torch's attention reads, without a call."""
     model = Several()
     with patch.object(float8, "NARROW", 16):
         assert names_of(wrapped(model)) == ["wide"]
@@ -220,6 +238,6 @@ def test_parts_of_tensor_ranks_must_be_multiples_of_16() -> None:
     for module in model:
         module.weight = nn.Parameter(module.weight[: module.weight.shape[0] // 2])
     message = refusal(lambda: check_parts(model, Plan.parse("tensor=2 precision=fp8")))
-    assert "precision=fp8 tensor=2" in message
+    assert message.startswith("1 error in precision=fp8 tensor=2:")
     assert "1: the part of a rank is 24 × 32, and products of 8 bits take multiples of 16" in message
     assert "0: " not in message

@@ -135,7 +135,8 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
 
 def defer_logits(local: LocalStages, plan: Plan, layers: LayerSharding, wrapping: Wrapping) -> None:
     """Let the logits of the last stage wait for the loss, which computes them in chunks if it can."""
-    last = local.stages.get(len(local.program.placement) - 1) if plan.precision in ("bf16", "fp16") else None
+    is_low = plan.precision not in ("fp32", "fp64")
+    last = local.stages.get(len(local.program.placement) - 1) if is_low else None
     head = None if last is None else find_head(last.module)
     column = None if head is None else find_wrapper(head, Column)
     if head is not None and not (has_entry(head, "tensor") and (column is None or column.part() is None)):

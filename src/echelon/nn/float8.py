@@ -2,7 +2,7 @@
 
     input, weight         e4m3: 4 bits of exponent, 3 of mantissa
     gradient of output    e5m2: 5 and 2
-    output, gradients of input and weight      sums in float32, rounded to bf16
+    output, gradients of input and weight      rounded to bf16 from the sums of the device's units
 
 A tensor has one scale, taken from its largest number in this very call, and rounded down to a power of two:
 so a number is rounded to the same one beside whatever other numbers, unless it is 2¹⁴ times smaller than
@@ -26,9 +26,8 @@ from echelon.nn.huggingface.modules import is_transposed
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap
 from echelon.plan import Plan
 
-# Up to so many inputs or outputs, the conversion of tensors takes longer than 8 bits save. torchao's table of
-# an H100 has no gain with 1024 outputs; on an H200 a GPT 768 wide takes 1.17 times as long as in bf16, and
-# one 1600 wide about as long (docs/precision.md).
+# To cast an input takes time in proportion to rows × inputs, and its product in 8 bits saves some in
+# proportion to rows × inputs × outputs; so up to so many inputs or outputs, matrices are left in bf16.
 NARROW = 1024
 _MULTIPLE = 16  # of rows and columns, as cuBLAS needs them
 _CAPABILITY = (8, 9)  # the first with products of 8 bits
@@ -81,8 +80,9 @@ def check_parts(model: nn.Module, plan: Plan) -> None:
     """Refuse parts of matrices, as tensor ranks hold them, that cannot be multiplied in 8 bits."""
     errors = []
     for name, module in model.named_modules():
-        if find_wrapper(module, Float8Linear) is not None:
-            sizes = _weight(module).shape
+        wrapper = find_wrapper(module, Float8Linear)
+        if wrapper is not None:
+            sizes = wrapper.part or _weight(module).shape
             if any(size % _MULTIPLE for size in sizes):
                 errors.append(
                     f"{name}: the part of a rank is {' × '.join(map(str, sizes))}, and products of 8 bits "
@@ -100,6 +100,7 @@ class Float8Linear(Wrapper):
     def __init__(self, module: nn.Module, products: _Products) -> None:
         super().__init__(module)
         self._products, self._is_transposed = products, is_transposed(module)
+        self.part: tuple[int, ...] = ()  # sizes of what is multiplied, where that is not all of the weight
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = _weight(self.module), getattr(self.module, "bias", None)
@@ -140,13 +141,15 @@ def _products(*, emulates: bool) -> _Products:
 
 
 def _wide_matrices(model: nn.Module) -> Iterator[nn.Module]:
-    in_gates = {module for gate in gates_of(model) for module in gate.modules()}
+    # torch's attention reads the weights of its matrices, and does not call these.
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    others = {module for outer in (*gates_of(model), *attentions) for module in outer.modules()}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     words = max((embedding.num_embeddings for embedding in embeddings), default=0)
     for module in model.modules():
         is_linear = type(module).forward is nn.Linear.forward or is_transposed(module)
         weight = module._parameters.get("weight")
-        if not is_linear or weight is None or not weight.requires_grad or module in in_gates:
+        if not is_linear or weight is None or not weight.requires_grad or module in others:
             continue
         outputs = weight.shape[1 if is_transposed(module) else 0]
         is_wide = all(size > NARROW and size % _MULTIPLE == 0 for size in weight.shape)

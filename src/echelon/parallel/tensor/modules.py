@@ -121,6 +121,8 @@ class PartlyWhole(SplitModule):
         super().__init__(module, region)
         group, self.enters = region.group, enters
         self.spans = rows_of_rank(style, num_outputs(module), group.rank, group.size)
+        if self._float8 is not None:
+            self._float8.part = (sum(end - begin for begin, end in self.spans), self.weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         bias = getattr(self.module, "bias", None)
