@@ -19,11 +19,12 @@ help:          ## what there is
 
 # transformers imports torchvision wherever it is installed, and that of the package index needs a torch that was
 # built for CUDA: beside a torch for CPUs, no model of transformers could be imported. So both lie in a folder that
-# only tests/foreign looks into.
+# only tests/foreign looks into. torchao lies there too: transformers imports one that it finds, with every model,
+# which takes seconds.
 .venv/.installed-dev: .venv/.installed
 	@echo "installing the tools for development into .venv"
 	@$(INSTALL) -e ".[dev,foreign]"
-	@$(INSTALL) --no-deps --upgrade --target .venv/foreign timm torchvision
+	@$(INSTALL) --no-deps --upgrade --target .venv/foreign timm torchvision torchao
 	@touch $@
 
 install: .venv/.installed   ## the library and the command into .venv

@@ -8,6 +8,13 @@ from tests.plan.examples import Examples, check_rule, rules_of
 
 EXAMPLES: Examples = {
     "`sequence=true` with `tensor=1`": [("sequence=true", "set tensor=2 or more", "sequence=true tensor=2")],
+    "`precision=fp8` with `schedule=zero-bubble`": [
+        (
+            "pipeline=2 schedule=zero-bubble precision=fp8",
+            "use schedule=1f1b",
+            "pipeline=2 schedule=1f1b precision=fp8",
+        ),
+    ],
     "`compile=true` with `schedule=zero-bubble`": [
         (
             "pipeline=2 schedule=zero-bubble compile=true",

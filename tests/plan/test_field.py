@@ -95,7 +95,7 @@ def test_text_is_read_and_shown_again(field: str, text: str, value: Any) -> None
         "schedule=gpipe2",
         "chunks=0",
         "sequence=yes",
-        "precision=fp8",
+        "precision=fp4",
         "gradients=bf16",
         "recompute=some",
         "checkpoints=host",

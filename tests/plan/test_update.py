@@ -23,7 +23,7 @@ EXAMPLES: Examples = {
     "`update=backward` or `last-backward` with `precision=fp16`": [
         ("precision=fp16 update=backward", "use precision=bf16", "precision=bf16 update=backward"),
     ],
-    "`masters=false` with a precision other than `bf16`": [
+    "`masters=false` with a precision other than `bf16` and `fp8`": [
         ("masters=false", "use precision=bf16", "masters=false precision=bf16"),
         ("masters=false precision=fp16", "or drop masters", "precision=fp16"),
     ],

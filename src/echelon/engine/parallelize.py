@@ -27,6 +27,7 @@ from echelon.memory.activation_offload.offload import offload_activations
 from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
+from echelon.nn.float8 import multiply_in_float8
 from echelon.nn.head.wrapper import DeferredHead, find_head
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping, find_wrapper, has_entry
@@ -100,6 +101,7 @@ def parallelize(
         mesh = undo.enter_context(closing(Mesh.join(plan)))
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
+        multiply_in_float8(model, plan, wrapping)  # precision=fp8
         names, gates = StateNames.of(model), GateList.of(model, plan)
         audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
         sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
@@ -133,7 +135,8 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
 
 def defer_logits(local: LocalStages, plan: Plan, layers: LayerSharding, wrapping: Wrapping) -> None:
     """Let the logits of the last stage wait for the loss, which computes them in chunks if it can."""
-    last = local.stages.get(len(local.program.placement) - 1) if plan.precision in ("bf16", "fp16") else None
+    is_low = plan.precision not in ("fp32", "fp64")
+    last = local.stages.get(len(local.program.placement) - 1) if is_low else None
     head = None if last is None else find_head(last.module)
     column = None if head is None else find_wrapper(head, Column)
     if head is not None and not (has_entry(head, "tensor") and (column is None or column.part() is None)):

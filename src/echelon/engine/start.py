@@ -23,6 +23,7 @@ from echelon.errors import UserError
 from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
 from echelon.nn.batch import DTYPES
+from echelon.nn.float8 import check_float8
 from echelon.nn.huggingface.adapters import scales
 from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization.initial_values import WeightSource, is_deferred, named_tensors
@@ -43,6 +44,7 @@ def prepare(
     ignore_torch_warnings()
     join()
     device = this_device()
+    check_float8(plan, device)
     source = weight_source(model, plan, weights, device)
     end_idle(model.parameters())
     check_aliases(model, plan, device if source is None else None, DTYPES[plan.precision])

@@ -27,6 +27,7 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # but for some products (float8.py)
 }
 
 

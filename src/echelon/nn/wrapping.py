@@ -1,6 +1,6 @@
 """Wrapping: the only code that changes how a module is called, by an ordered and named stack.
 
-    module(x) ── hooks ── recompute ── compile ── accumulate ── tensor ── expert ── dropout ── own forward
+    module(x) ─ hooks ─ recompute ─ compile ─ accumulate ─ tensor ─ float8 ─ expert ─ dropout ─ own forward
 
 Each entry of the stack is a `Wrapper`, which takes the place of `module.forward` and may call the next one
 inward. Strategies wrap in any order: an entry finds its place by its name. `Wrapping` remembers what one
@@ -22,6 +22,7 @@ STACK = (
     "batch norm",
     "dropout",
     "expert",
+    "float8",
     "tensor",
     "accumulate",
     "compress",

@@ -20,6 +20,7 @@ from echelon.errors import UserError
 from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
+from echelon.nn.float8 import check_parts
 from echelon.nn.head.compiled_loss import CompiledLoss
 from echelon.nn.head.torch_losses import WaitingLoss
 from echelon.nn.head.wrapper import Deferral
@@ -87,6 +88,7 @@ class LayerSharding:
             spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else {}
         )
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
+        check_parts(model, mesh.plan)
         if mesh.plan.sequence:
             assert self.sharded is not None
             check_split(model, before, self.sharded, mesh.plan)
@@ -207,7 +209,10 @@ class LayerSharding:
         plan, layers = self._mesh.plan, listed_layers(model)
         number_layers(layers)
         self.sharded.region.overlaps = (
-            not program.halves and not plan.compile and (not plan.frees_weights or bool(layers))
+            not program.halves
+            and not plan.compile
+            and plan.precision != "fp8"  # whose products are nodes of the graph one by one
+            and (not plan.frees_weights or bool(layers))
         )
 
     def shard_of(self, name: str) -> Shard | None:

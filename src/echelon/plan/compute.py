@@ -61,19 +61,28 @@ class Compute:
     )
     precision: str = choice(
         "fp32",
-        ("fp64", "fp32", "bf16", "fp16"),
-        "type of weights, inputs and activations; below float32 the optimizer has float32 masters, and "
-        "`fp16` [scales losses](precision.md#loss-scaling)",
+        ("fp64", "fp32", "bf16", "fp16", "fp8"),
+        "type of weights, inputs and activations; below float32 the optimizer has float32 masters, "
+        "`fp16` [scales losses](precision.md#loss-scaling), and `fp8` is `bf16` with "
+        "[products of wide matrices in 8 bits](precision.md#fp8)",
+        Rule(
+            "`precision=fp8` with `schedule=zero-bubble`",
+            ("precision", "schedule"),
+            lambda plan: plan.precision == "fp8" and plan.schedule == "zero-bubble",
+            "the backward pass of a product in 8 bits is one piece, for inputs and weights together, so each "
+            "half would do the work of both",
+            "use schedule=1f1b, or precision=bf16",
+        ),
     )
     gradients: str = choice(
         "fp32",
         ("fp32", "same"),
-        "with `bf16` and `fp16`: gradients are summed in float32, over microbatches and ranks; or in the "
+        "below `fp32`: gradients are summed in float32, over microbatches and ranks; or in the "
         "type of the weights, which saves 2 bytes per parameter and half of the bytes that move",
         Rule(
             "`gradients=same` with `precision=fp32` or `fp64`",
             ("gradients", "precision"),
-            lambda plan: plan.gradients == "same" and plan.precision not in ("bf16", "fp16"),
+            lambda plan: plan.gradients == "same" and plan.precision in ("fp32", "fp64"),
             "only gradients of weights below float32 are summed in another type than the weights'",
             "drop gradients, or use precision=bf16",
         ),

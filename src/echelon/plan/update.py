@@ -58,12 +58,12 @@ class Update:
     )
     masters: bool = switch(
         True,
-        "with `bf16`: float32 masters; `false`: updates are "
+        "with `bf16` and `fp8`: float32 masters; `false`: updates are "
         "[rounded stochastically](update-in-backward.md#bf16-weights-without-masters)",
         Rule(
-            "`masters=false` with a precision other than `bf16`",
+            "`masters=false` with a precision other than `bf16` and `fp8`",
             ("masters", "precision"),
-            lambda plan: not plan.masters and plan.precision != "bf16",
+            lambda plan: not plan.masters and plan.precision not in ("bf16", "fp8"),
             "it rounds updates of bf16 weights stochastically",
             "use precision=bf16, or drop masters",
         ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.nn.float8 import Float8Linear
 from echelon.nn.head.deferred import is_deferred
 from echelon.nn.head.wrapper import Deferral, DeferredHead, find_head
 from echelon.nn.wrapping import Wrapping
@@ -31,6 +32,15 @@ def test_a_layer_that_is_called_in_another_way_is_none() -> None:
     module = model()
     module[3].forward = lambda x: x  # type: ignore[method-assign]
     assert find_head(module) is None
+
+
+def test_a_matrix_that_is_multiplied_in_8_bits_is_none() -> None:
+    """A loss that takes its weight would multiply in 16."""
+    module = model()
+    with Wrapping() as wrapping:
+        wrapping.wrap(Float8Linear(module[3], None))  # type: ignore[arg-type]
+        assert find_head(module) is None
+    assert find_head(module) is module[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -14,10 +14,12 @@ from echelon.collectives import Group, RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.nn.float8 import Float8Linear, check_parts
 from echelon.nn.wrapping import Wrapping, find_wrapper, replaced_forward
 from echelon.parallel.tensor.modules import (
     Column,
     EnterFirst,
+    PartlyWhole,
     Row,
     SplitModule,
     VocabularyEmbedding,
@@ -25,6 +27,7 @@ from echelon.parallel.tensor.modules import (
     number_layers,
 )
 from echelon.parallel.tensor.regions import Region
+from echelon.parallel.tensor.styles import Style
 from echelon.plan import Plan
 
 Warm = Callable[[int], Ranks]
@@ -194,3 +197,19 @@ def test_where_columns_enter_together_the_module_around_them_does_not() -> None:
     x = torch.ones(2, 3, 4, requires_grad=True)
     module(x).sum().backward()
     assert here.group.ledger.moves == []
+
+
+def test_parts_that_some_ranks_use_whole_are_counted_in_products_of_8_bits() -> None:
+    """4 heads of query, and one of key and value for all of them: 8 wide, and 24 rows for each of 4 ranks."""
+    for ranks, refused in ((2, False), (4, True)):
+        model = nn.Sequential(nn.Linear(32, 48))
+        wrapping, group = Wrapping(), RecordingGroup("tensor", 0, ranks)
+        wrapping.wrap(Float8Linear(model[0], None))  # type: ignore[arg-type]
+        style = Style("column", (4, 1, 1), True, (1, 2))
+        wrapping.wrap(PartlyWhole(model[0], Region(group, sequence=False), style))
+        plan = Plan(tensor=ranks, precision="fp8")
+        if refused:
+            with pytest.raises(UserError, match="0: the part of a rank is 24 × 32, and products of 8 bits"):
+                check_parts(model, plan)
+        else:
+            check_parts(model, plan)

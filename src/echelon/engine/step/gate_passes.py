@@ -13,7 +13,7 @@ from torch import Tensor
 from echelon.nn.experts import Gate
 
 # By how much two runs of a pass may differ, as a part of what all tokens sum to.
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 2e-2}
 
 
 class Named(Protocol):

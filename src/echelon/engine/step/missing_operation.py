@@ -74,7 +74,7 @@ def missing_operation(message: str, plan: Plan, device: torch.device) -> UserErr
             "; its forward makes a tensor in float32, or casts to it: make it in the type of the input or of "
             "a weight (dtype=x.dtype), keep constants in buffers, or use precision=fp32"
         )
-    if plan.precision not in ("bf16", "fp16"):
+    if plan.precision in ("fp32", "fp64"):
         return None
     names = [match.group(1) for form in _FORMS if (match := form.search(message)) is not None]
     if not names:

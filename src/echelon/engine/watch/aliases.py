@@ -87,7 +87,7 @@ def _moves(weight: Tensor, plan: Plan, device: torch.device | None, dtype: torch
         device is None or weight.device != device or (weight.is_floating_point() and weight.dtype != dtype)
     )
     is_sharded = (plan.zero > 0 and plan.ranks > 1) or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
-    is_copied = plan.precision in ("bf16", "fp16") or bool(plan.offload) or plan.sync == "async"
+    is_copied = plan.precision not in ("fp32", "fp64") or bool(plan.offload) or plan.sync == "async"
     return is_converted or is_sharded or is_copied or not plan.flushes
 
 

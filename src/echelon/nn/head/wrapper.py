@@ -14,7 +14,7 @@ from echelon.nn.wrapping import Wrapper, has_entry, replaced_forward
 
 # Columns from which logits are large beside the hidden states: the head is a vocabulary, not some classes.
 _LEAST_COLUMNS = 1024
-_OTHERS = ("float64", "expert")  # entries that compute something else
+_OTHERS = ("float64", "expert", "float8")  # entries that compute something else
 _LOW = (
     torch.bfloat16,
     torch.float16,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.nn.float8 import Float8Linear
 from echelon.nn.huggingface.modules import embedding_scale, is_transposed, rms_epsilon
 from echelon.nn.losses import VocabularyPart
 from echelon.nn.wrapping import Wrapper, find_wrapper
@@ -28,12 +29,6 @@ def num_outputs(module: nn.Module) -> int:
     return weight.shape[1 if is_transposed(module) else 0]
 
 
-def apply_matrix(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return F.linear(x, weight.T if is_transposed(module) else weight, bias)
-
-
 class SplitModule(Wrapper):
     """A module of which every rank holds a part."""
 
@@ -42,6 +37,18 @@ class SplitModule(Wrapper):
     def __init__(self, module: nn.Module, region: Region) -> None:
         super().__init__(module)
         self.region = region
+        self._float8 = find_wrapper(module, Float8Linear)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of a matrix, as [outputs, inputs]."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.T if is_transposed(self.module) else weight
+
+    def multiply(self, x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with all rows of the weight, or some."""
+        return F.linear(x, rows, bias) if self._float8 is None else self._float8.multiply(x, rows, bias)
 
 
 @final
@@ -70,11 +77,11 @@ class Column(SplitModule):
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.enters:
-            return apply_matrix(self.module, x, getattr(self.module, "bias", None))
+            return self.multiply(x, self.weight, getattr(self.module, "bias", None))
         output = self._with_others(x)
         if output is None:
             bias: Any = self.module.bias
-            output = apply_matrix(self.module, self.region.enter(x, to_matrices=True), bias)
+            output = self.multiply(self.region.enter(x, to_matrices=True), self.weight, bias)
         if self.joined:
             return self.join(output)
         return _mask_last(output, self.num_padded) if self.num_padded else output
@@ -114,13 +121,13 @@ class PartlyWhole(SplitModule):
         super().__init__(module, region)
         group, self.enters = region.group, enters
         self.spans = rows_of_rank(style, num_outputs(module), group.rank, group.size)
+        if self._float8 is not None:
+            self._float8.part = (sum(end - begin for begin, end in self.spans), self.weight.shape[1])
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.module.weight, getattr(self.module, "bias", None)
-        assert isinstance(weight, Tensor)
+        bias = getattr(self.module, "bias", None)
         entered = self.region.enter(x, to_matrices=True) if self.enters else x
-        rows = weight.T if is_transposed(self.module) else weight
-        return F.linear(entered, self._taken(rows), None if bias is None else self._taken(bias))
+        return self.multiply(entered, self._taken(self.weight), None if bias is None else self._taken(bias))
 
     def _taken(self, whole: Tensor) -> Tensor:
         return torch.cat([whole[begin:end] for begin, end in self.spans])
@@ -150,7 +157,7 @@ class Row(SplitModule):
 
     def __call__(self, x: Tensor) -> Tensor:
         bias: Any = self.module.bias
-        output = self.region.leave(apply_matrix(self.module, x, None))
+        output = self.region.leave(self.multiply(x, self.weight, None))
         return output if bias is None else output.add_(bias)  # the sum is in memory of its own
 
 
