@@ -1,17 +1,24 @@
 """The loop, as every rank runs it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import echelon
 from echelon.collectives import Move, Traffic
 from echelon.launching import Ranks
 from echelon.launching.watch import pulse
+from echelon.models import load_hf
+from echelon.nn.layering import called_layers
 from echelon.train import loop, task
 from echelon.train.events import Evaluated, Event, Sampled, Stepped
-from echelon.train.jobs.job import Job, ModelJob
+from echelon.train.jobs.job import Job, ModelJob, OptimizerJob
+from echelon.update.optim.optimizers import make_optimizer
 from tests.cases import Perceptron, adamw, mean_loss, vectors
 
 
@@ -44,6 +51,59 @@ def test_rank_0_alone_computes_and_tells(tmp_path: Path, warm_ranks: Callable[[i
     for step in steps:
         assert 0 <= step.comm_hidden_seconds <= step.comm_seconds <= step.seconds
         assert step.memory_bytes > 0
+
+
+def train_job_and_engine(job: Job, folder: Path) -> tuple[list[dict[str, Tensor]], list[object]]:
+    """The weights and averages of an engine with the keys of the job, and the layers of both trainings."""
+    layers: list[object] = []
+
+    def make(model: nn.Module, *arguments: Any, **options: Any) -> echelon.Engine:
+        engine = echelon.parallelize(model, *arguments, **options)
+        layers.append(called_layers(model))
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "parallelize", make)
+        loop.train_rank(job, folder, lambda _: None)
+    given = task.open_task(job)
+    torch.manual_seed(job.seed)
+    engine = make(
+        echelon.deferred(given.build),
+        job.plan,
+        optimizer=partial(make_optimizer, job.optimizer),
+        loss=given.loss,
+        clip=job.optimizer.clip,
+        schedule=job.schedule(),
+        average=job.average,
+        layers=job.layers,
+    )
+    for step in range(job.steps):
+        engine.step(given.training.at(step, (engine.replica, engine.replicas)))
+    return [engine.full_state_dict(averaged=averaged) for averaged in (False, True)], [
+        None if each is None else each.describe() for each in layers
+    ]
+
+
+def test_averages_and_named_layers_of_a_job_are_those_of_parallelize(
+    tmp_path: Path, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    """A job had no key for either."""
+    job = Job(
+        plan="data=2 zero=3",
+        steps=3,
+        batch=4,
+        sequence=16,
+        evaluate_batches=1,
+        average=0.5,
+        layers="blocks",
+        model=ModelJob(layers=2, width=32, heads=2),
+        optimizer=OptimizerJob("sgd"),
+    )
+    (states, layers), _ = warm_ranks(2).run(train_job_and_engine, job, tmp_path)
+    assert layers == ["blocks (2 × Block)"] * 2
+    for name, state in zip(("model", "model-averaged"), states, strict=True):
+        torch.testing.assert_close(load_hf(tmp_path / name).state_dict(), state, rtol=0, atol=1e-6)
+    assert not torch.equal(states[0]["embedding.tokens.weight"], states[1]["embedding.tokens.weight"])
 
 
 def sample_place(job: Job, folder: Path) -> list[str]:

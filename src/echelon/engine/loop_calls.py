@@ -1,5 +1,6 @@
 """The calls of an engine that a training loop makes."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
@@ -110,6 +111,7 @@ class LoopCalls(EngineCore):
         self._check_open()
         self._check_hidden()
         own = [each._own_passes for each in others]
+        count = None if count is None else _count("engine.backward", count)
         self._own_passes.backward(loss, count, own, retain_graph=retain_graph)
 
     @torch.no_grad()
@@ -188,7 +190,7 @@ class LoopCalls(EngineCore):
         Ranks of one replica (tensor, pipeline, context) pass the same number. NaN if nothing was counted.
         """
         self._check_open()
-        own = [_number("value", value), _number("count", count)]
+        own = [_number("engine.average: value", value), _count("engine.average", count)]
         rows = gather_values(own, self.mesh.group("all"), self.mesh.device)
         replicas = {self.mesh.layout.position(rank).replica: row for rank, row in enumerate(rows)}
         total = sum(number * weight for number, weight in replicas.values() if weight)
@@ -201,4 +203,11 @@ def _number(name: str, value: object) -> float:
         return float(value.detach())
     if isinstance(value, Real):
         return float(value)
-    raise UserError(f"engine.average: {name} must be one number, got {type(value).__name__} {value!r}")
+    raise UserError(f"{name} must be one number, got {type(value).__name__} {value!r}")
+
+
+def _count(call: str, value: object) -> float:
+    count = _number(f"{call}: count", value)
+    if not 0 <= count < math.inf:
+        raise UserError(f"{call}: count must be a number of samples, at least 0, got {count}")
+    return count

@@ -80,6 +80,8 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
         audit=cast(Mode, job.audit),
         nonfinite=job.engine_nonfinite,
         most_skipped=job.most_skipped,
+        average=job.average,
+        layers=job.layers,
     )
     first = engine.mesh.rank == 0
     checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
@@ -103,6 +105,8 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
             step = training.roll_back(trouble)
     training.tell_last_skipped()
     engine.export(folder / "model")
+    if job.average is not None:
+        engine.export(folder / "model-averaged", averaged=True)
     checkpoints.finish()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:

@@ -51,6 +51,7 @@ def case_of(job: Job, plan: Plan, steps: int) -> Case:
         smaller = replace(smaller, sequence=min(job.sequence_length, SEQUENCE))
     task = _open(smaller)
     weights = job.model.weights
+    options = {name: getattr(job, name) for name in ("loss_scale", "average", "layers")}
     return Case(
         make_model=partial(_build, task.config) if weights is None else partial(_load, task.config, weights),
         make_batch=JobBatches(smaller),
@@ -59,13 +60,13 @@ def case_of(job: Job, plan: Plan, steps: int) -> Case:
         steps=steps,
         clip=job.optimizer.clip,
         seed=job.seed,
-        options={} if job.loss_scale is None else {"loss_scale": job.loss_scale},
+        options={name: value for name, value in options.items() if value is not None},
     )
 
 
 def _refuse_small_memory(job: Job, plan: Plan) -> None:
     """Ranks start from whole models in float64. Then one process holds their result, and trains too."""
-    parameters, states, ranks = num_parameters(_sizes(job)), num_states(job.optimizer), ranks_here(plan)
+    parameters, states, ranks = num_parameters(_sizes(job)), num_states(job), ranks_here(plan)
     copies = max(ranks, 3 + 2 * states)
     trained = rank_bytes(parameters, replace(plan, precision="fp64", gradients="fp32"), states).total * ranks
     needed, free = max(8 * parameters * copies, trained), available_memory()

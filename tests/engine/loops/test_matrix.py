@@ -113,7 +113,7 @@ def train_in_parts(case: Case, plan: Plan) -> TrainingResult:
     for step, batch in enumerate(case.batches()):
         own = engine.local(batch)
         loss = None if step % 2 else lambda output, targets: case.loss(output, targets)  # type: ignore[misc]
-        measure = right if plan.context == 1 and plan.sync != "async" else None
+        measure = right if plan.sync != "async" else None
         result = engine.forward_backward(own, loss, collect=first, measure=measure, last=step == 2)
         if not plan.delay:
             outputs = engine.forward(own)  # while gradients wait

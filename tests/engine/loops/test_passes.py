@@ -234,3 +234,63 @@ def test_without_gradients_it_is_a_plain_call() -> None:
             output = engine(torch.ones(2, 6).double())
         torch.testing.assert_close(output, engine.module(torch.ones(2, 6).double()).detach())
         engine.synchronize()
+
+
+# Graphs of before an update, and losses of another engine. torch saw the first by the versions of weights,
+# but not where these are gathered: gradients were of old activations and new weights, in silence.
+
+
+def check_old_graphs(plan: str) -> None:
+    inputs, targets = torch.ones(2, 6).double(), torch.tensor([0, 1])
+    with engine_of(plan) as lower, engine_of(plan) as upper:
+
+        def loss() -> Tensor:
+            between = F.pad(lower(inputs), (0, 1))
+            return F.cross_entropy(upper(between), targets)
+
+        old = loss()
+        upper.backward(loss())
+        upper.update()
+        with pytest.raises(UserError, match=r"came before the last update of this engine.*docs/loops.md"):
+            lower.backward(old)
+        lower.backward(loss())
+        lower.update()
+        own = F.cross_entropy(lower(inputs), targets)
+        lower.backward(own, retain_graph=True)
+        lower.update()
+        lower(inputs)
+        with pytest.raises(UserError, match="came before the last update of this engine"):
+            lower.backward(own)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "offload=parameters"])
+def test_a_graph_of_before_an_update_is_refused(plan: str) -> None:
+    check_old_graphs(plan)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=2", "data=2 zero=3"])
+def test_a_graph_of_before_an_update_is_refused_over_ranks(warm_ranks: Warm, plan: str) -> None:
+    warm_ranks(2).run(check_old_graphs, plan)
+
+
+def test_a_loss_of_other_models_is_refused() -> None:
+    inputs, plain = torch.ones(2, 6).double(), nn.Linear(6, 5).double()
+    with engine_of() as engine, engine_of() as other:
+        for model in (other, plain):
+            engine(inputs)
+            with pytest.raises(UserError, match="does not depend on what this engine has returned"):
+                engine.backward(model(inputs).sum())
+        engine.backward(engine(inputs).sum() + plain(inputs).sum())
+        engine.update()
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), "4", torch.ones(2)])
+def test_a_count_is_a_number_of_samples(count: Any) -> None:
+    with engine_of() as engine:
+        loss = engine(torch.ones(2, 6).double()).sum()
+        with pytest.raises(UserError, match=r"engine.backward: count must be"):
+            engine.backward(loss, count=count)
+        with pytest.raises(UserError, match=r"engine.average: count must be"):
+            engine.average(1.0, count)
+        engine.backward(loss, count=torch.tensor(2))  # type: ignore[arg-type]
+        engine.update()

@@ -124,10 +124,7 @@ def test_a_mean_over_nothing_is_not_a_number() -> None:
     assert math.isnan(mean)
 
 
-def test_where_ranks_hold_parts_of_an_output_it_is_refused() -> None:
-    check_measure(None, Plan.parse("context=2"), trains=True)
+def test_where_ranks_must_not_wait_it_is_refused() -> None:
     check_measure(num_right, Plan.parse("data=2 sync=async"))
     with pytest.raises(UserError, match="workers train without waiting"):
         check_measure(num_right, Plan.parse("data=2 sync=async"), trains=True)
-    with pytest.raises(UserError, match="a rank holds parts of an output"):
-        check_measure(num_right, Plan.parse("context=2"))

@@ -148,6 +148,11 @@ def test_a_wrong_type_is_answered_with_the_rule_and_not_with_pydantics_words(
         ("keep=1.5", "keep=1.5: must be an integer, or memory"),
         ("optimizer.clip=false", "optimizer.clip=false: must be a number"),
         ("model.layers=true", "model.layers=true: must be an integer"),
+        (
+            "layers=4",
+            "layers=4: must be the name of a list in the model, like blocks; how many layers it has is "
+            "model.layers",
+        ),
         ("optimizer.betas=[true, 0.9]", "optimizer.betas=[True, 0.9]: must be two numbers"),
         ("steps=１２", "steps='１２': must be an integer, written with the digits 0 to 9"),
         ("batch=٣٢", "batch='٣٢': must be an integer, written with the digits 0 to 9"),

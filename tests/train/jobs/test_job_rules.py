@@ -46,6 +46,15 @@ def test_values_that_do_not_fit_together() -> None:
     assert "set model.sequence=4096 too" in errors_of(Job(sequence=4096))[0]
 
 
+def test_averages_and_layers_are_checked_as_by_parallelize() -> None:
+    errors = errors_of(Job(average=1.0, layers="blocs"))
+    assert [error.split(":")[0] for error in errors] == ["average=1.0", "layers='blocs'"]
+    (error,) = errors_of(Job(plan="data=2 sync=async", average=0.9))
+    assert "drop average, or use sync=all-reduce" in error
+    (error,) = errors_of(Job(plan="context=2", layers="blocks"))
+    assert error.startswith("plan 'context=2'")
+
+
 def test_each_error_is_reported_once() -> None:
     # steps=0 came a second time from the schedule, and nothing of the data came at all.
     data = DataJob(source="nowhere", validation_fraction=3)

@@ -84,9 +84,14 @@ def test_what_a_rank_holds_of_a_billion_parameters(plan: str, expected: RankByte
 
 
 def test_the_states_of_optimizers() -> None:
-    states = {name: num_states(OptimizerJob(name=name)) for name in ("adamw", "sgd", "sm3", "adafactor")}
+    states = {
+        name: num_states(Job(optimizer=OptimizerJob(name=name)))
+        for name in ("adamw", "sgd", "sm3", "adafactor")
+    }
     assert states == {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}
-    assert [num_states(OptimizerJob(name=name, momentum=0)) for name in ("sgd", "sm3")] == [0, 0]
+    still = [Job(optimizer=OptimizerJob(name=name, momentum=0)) for name in ("sgd", "sm3")]
+    assert [num_states(job) for job in still] == [0, 0]
+    assert num_states(Job(average=0.9)) == 3
 
 
 def test_a_model_far_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ batch, and brought to every rank of the replica."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -54,7 +55,8 @@ class Observed:
         self, mesh: Mesh, program: Program, measure: Measure | None, collect: Collect | None
     ) -> None:
         self._mesh, self._program = mesh, program
-        self._measuring = None if measure is None else Measuring(measure)
+        see = partial(_whole_pass, mesh) if mesh.plan.context > 1 else None
+        self._measuring = None if measure is None else Measuring(measure, see)
         self._collecting = None if collect is None else Collecting(collect)
 
     @property
@@ -126,7 +128,7 @@ class Collecting(StepObserver):
 
     def after_loss(self, loss: LossPass) -> None:
         if loss.counts:  # else the microbatch only fills up
-            self._length = next((t.shape[1] for t in tensors_of(loss.output) if t.dim() > 1), None)
+            self._length = _num_positions(loss.output)
             output = self._collect(loss.output, loss.targets)
             self._outputs[self._number] = tree_map_only(Tensor, torch.detach, output)
             self._samples[self._number] = loss.num_samples
@@ -163,6 +165,21 @@ def _share(part: Any, samples: int, group: Group, source: int, device: torch.dev
         for tensor in tensors:
             group.broadcast(tensor, source)
     return spec.rebuild(tensors), samples
+
+
+def _num_positions(output: Any) -> int | None:
+    return next((tensor.shape[1] for tensor in tensors_of(output) if tensor.dim() > 1), None)
+
+
+def _whole_pass(mesh: Mesh, loss: LossPass) -> tuple[Any, Any] | None:
+    """The output and targets of whole sequences, on the first of the ranks that share them."""
+    group, length = mesh.group("context"), _num_positions(loss.output)
+    output, targets = tree_map_only(
+        Tensor,
+        lambda leaf: _whole_sequence(leaf.detach(), length, group, mesh.device),
+        (loss.output, loss.targets),
+    )
+    return None if group.rank else (output, targets)
 
 
 def _whole_sequence(leaf: Tensor, length: int | None, group: Group, device: torch.device) -> Tensor:

@@ -51,6 +51,7 @@ class OwnPasses:
         self._opened = 0  # the update that they are of
         self._scale: Number | None = None  # of its losses so far: their gradients are added
         self._is_checked = False
+        self._is_reached = False  # whether a backward pass came to an output of this engine
         _alive[self] = None
 
     @property
@@ -96,10 +97,29 @@ class OwnPasses:
                 output = call(self._setup.model, inputs)
             self._stage.free()
             observers.tell("store", slot)
+        self._see_backward(inputs, output, number)
         self._slots.append(slot)
         self._num_forwards += 1
         upload.wait()
         return output
+
+    def _see_backward(self, inputs: Any, output: Any, number: int) -> None:
+        """Let a backward pass say that it comes by, and refuse it after the next update: torch sees that
+        weights have changed by their versions, which tell nothing where weights are gathered."""
+
+        def see(_: Any) -> None:
+            self._is_reached = True
+            if self._loop.counter.begun != number:
+                raise UserError(
+                    "a backward pass leads through a call of engine(x) that came before the last update of "
+                    "this engine: the weights that its gradients need have other values now; call engine(x) "
+                    "again after engine.update(). See docs/loops.md"
+                )
+
+        before = {tensor.grad_fn for tensor in tensors_of(inputs)}
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors_of(output)):
+            if node is not None and node not in before:
+                node.register_prehook(see)
 
     def _look(self, inputs: Any) -> Any:
         """Call the model without gradients."""
@@ -128,7 +148,15 @@ class OwnPasses:
                 stack.enter_context(each._taking(means[0]))
             lent = {p for each in lending if each not in engines for p in each._trained}
             leaves = [leaf for leaf in leaf_uses([total.grad_fn]) if leaf not in lent] if lent else None
-            torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
+            self._is_reached = False
+            if leaves != []:
+                torch.autograd.backward(means[0], inputs=leaves, retain_graph=retain_graph or None)
+            if not self._is_reached and leaf_uses([total.grad_fn]).keys().isdisjoint(self._trained):
+                raise UserError(
+                    "engine.backward(loss): the loss does not depend on what this engine has returned, and "
+                    "would give it no gradients; call backward of the engine that the loss is to train. See "
+                    "docs/loops.md"
+                )
 
     def _count(self, loss: Tensor | Sum, samples: float | None, scale: Number) -> Tensor:
         """Enter a loss into the tally of the update; returns what its backward pass starts from. `scale`:

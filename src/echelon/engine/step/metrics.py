@@ -154,6 +154,7 @@ class Evaluation(NamedTuple):
 # What is measured beside the loss, in the same forward: the share of right answers, say.
 
 Measure = Callable[[Any, Any], Any]
+See = Callable[[LossPass], tuple[Any, Any] | None]
 
 _UNNAMED = ""  # the name of a measure that is no dict
 
@@ -162,9 +163,10 @@ _UNNAMED = ""  # the name of a measure that is no dict
 class Measuring(StepObserver):
     """Adds up a measure over the microbatches whose loss this rank computes."""
 
-    def __init__(self, measure: Measure | None) -> None:
+    def __init__(self, measure: Measure | None, see: "See | None" = None) -> None:
+        """`see` returns the output and targets to measure, or None where another rank does."""
         self.sums: dict[str, Tensor] = {}  # (total, count) by name
-        self._measure = measure
+        self._measure, self._see = measure, see or (lambda loss: (loss.output, loss.targets))
 
     def before_step(self) -> None:
         self.sums.clear()  # of passes that come before those of the step: an audit, a rehearsal
@@ -172,7 +174,10 @@ class Measuring(StepObserver):
     def after_loss(self, loss: LossPass) -> None:
         if self._measure is None or not loss.counts:  # a microbatch that only fills up does not count
             return
-        measured = self._measure(loss.output, loss.targets)
+        seen = self._see(loss)
+        if seen is None:
+            return
+        measured = self._measure(*seen)
         for name, value in (measured if isinstance(measured, Mapping) else {_UNNAMED: measured}).items():
             total, count = _pair(name, value, loss.num_samples)
             pair = torch.stack([total, count.to(total.device)])
@@ -191,16 +196,11 @@ def agree_on_means(sums: Mapping[str, Tensor], group: Group, device: torch.devic
 
 
 def check_measure(measure: Measure | None, plan: Plan, *, trains: bool = False) -> None:
-    """Refuse a measure where ranks hold parts of an output, or must not wait for each other."""
+    """Refuse a measure where ranks must not wait for each other."""
     if measure is not None and trains and plan.sync == "async":
         raise UserError(
             f"measure=… with plan '{plan}': with sync=async workers train without waiting for each other, "
             "and a mean over all of them would make them wait; measure in engine.evaluate(batch, measure)"
-        )
-    if measure is not None and plan.context > 1:
-        raise UserError(
-            f"measure=… with plan '{plan}': with context > 1 a rank holds parts of an output, which a "
-            "measure cannot see; leave it out"
         )
 
 

@@ -184,6 +184,8 @@ class Job(_Table):
     name: str = "train"
     audit: str = "sampled"
     loss_scale: float | Literal["dynamic"] | None = None  # of fp16
+    average: float | None = None  # decay of the moving average of the weights
+    layers: str | None = None  # the list in the model that has its layers, if not as the model says
     nonfinite: str | None = None  # "skip", where the plan can
     most_skipped: int = 10
     spike_factor: float = 0.0

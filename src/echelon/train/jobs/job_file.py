@@ -180,7 +180,9 @@ _RULES: dict[Any, str] = {
     str: "text",
     tuple: "two numbers",
 }
-_OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, or dynamic"}
+_OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, or dynamic"} | {
+    "layers": "the name of a list in the model, like blocks; how many layers it has is model.layers"
+}
 
 
 def keys_at(path: Sequence[str]) -> list[str]:

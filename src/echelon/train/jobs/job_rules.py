@@ -11,12 +11,14 @@ from typing import final
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.collectives.mesh import Mesh
+from echelon.engine.arguments import check_average
 from echelon.engine.audit import MODES
 from echelon.engine.auto import ranks_here
 from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
 from echelon.nn.dropout.modules import key_dropout
+from echelon.nn.layering import name_layers
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.plan import AUTO, Plan
@@ -66,6 +68,8 @@ def job_errors(job: Job, unread: Iterable[str] = ()) -> list[str]:
     _check_optimizer(job.optimizer, findings)
     plan = _check_plan(job, findings)
     check_numbers(job, plan, findings)
+    for error in _errors(lambda: check_average(job.average, plan or Plan())):
+        findings.add(error, "average")
     if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
         findings.add(
             f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
@@ -81,11 +85,15 @@ def job_errors(job: Job, unread: Iterable[str] = ()) -> list[str]:
     if not 0 <= fraction < 1:
         findings.add(f"{key}={fraction}: must be at least 0 and below 1", key)
     DATA_CHECKS[job.task](job, config, findings)
+    if config is not None:
+        for error in _errors(lambda: name_layers(build_without_memory(config), job.layers)):
+            findings.add(error, "layers")
     if plan is not None and config is not None and findings.all_valid("plan"):
         for error in host_memory_errors(job, config, plan, ranks_on_this_host(ranks_here(plan))):
             findings.add(error, "plan", "model")
-        if findings.all_valid("plan"):
-            findings.errors += [f"plan '{plan}': {error}" for error in division_errors(config, plan)]
+        if findings.all_valid("plan", "layers"):
+            errors = division_errors(config, plan, job.layers)
+            findings.errors += [f"plan '{plan}': {error}" for error in errors]
     return findings.errors
 
 
@@ -215,13 +223,14 @@ def work_error(plan: Plan) -> str | None:
     )
 
 
-def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
+def division_errors(config: ModelConfig | ImageConfig, plan: Plan, layers: str | None = None) -> list[str]:
     """Why a model of these sizes cannot be divided as `plan` says; with pipeline=auto, but for its stages."""
     if plan.pipeline == AUTO:
         plan = dataclasses.replace(plan, pipeline=1)
     if plan.tensor * plan.context * plan.stages * plan.expert == 1 and not plan.schedule_is_file:
         return []
     model, mesh, wrapping = build_without_memory(config), _PretendedMesh.pretend(plan, 0), Wrapping()
+    name_layers(model, layers)
     key_dropout(model, wrapping)  # every job has a seed
     by_layers = plan.sequence or plan.context > 1
     return [

@@ -26,7 +26,7 @@ from echelon.models import (
 from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.quantities import show_bytes
-from echelon.train.jobs.job import Job, OptimizerJob
+from echelon.train.jobs.job import Job
 
 RANKS_PER_CORE = 64  # more processes only fill the machine
 
@@ -92,10 +92,12 @@ class RankBytes(NamedTuple):
         return f"{show_bytes(self.total)} ({parts})"
 
 
-def num_states(optimizer: OptimizerJob) -> int:
-    """Return the number of state tensors that the optimizer keeps for each weight."""
+def num_states(job: Job) -> int:
+    """Return the number of state tensors that are kept for each weight: the optimizer's, and the average."""
+    optimizer, averages = job.optimizer, int(job.average is not None)
     is_momentum = optimizer.name in ("sgd", "sm3")
-    return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
+    states = 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
+    return states + averages
 
 
 def rank_bytes(parameters: int, plan: Plan, states: int, routed: int = 0) -> RankBytes:
@@ -164,12 +166,12 @@ def state_bytes(job: Job, config: ModelConfig | ImageConfig) -> float:
 
 def _needed(job: Job, config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
     routed = config.num_routed_parameters if isinstance(config, ModelConfig) else 0
-    return rank_bytes(num_parameters(config), plan, num_states(job.optimizer), routed)
+    return rank_bytes(num_parameters(config), plan, num_states(job), routed)
 
 
 def _fix(job: Job, config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
     """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
-    states = num_states(job.optimizer)
+    states = num_states(job)
     for zero in range(plan.zero + 1, 4) if plan.pipeline != AUTO else ():
         try:
             sharded = dataclasses.replace(plan, zero=zero)
