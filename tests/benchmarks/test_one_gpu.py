@@ -23,7 +23,10 @@ def test_rows_compare_echelon_with_torch_and_microbatches_with_one_batch() -> No
 
 def test_losses_that_differ_give_no_result() -> None:
     with pytest.raises(RuntimeError, match="losses of torch and echelon differ"):
-        check_equal("small", {"torch autocast": [4.0, 3.0], "echelon": [4.0, 2.9]})
+        check_equal("small", {"torch compiled": [4.0, 3.0], "echelon": [4.0, 2.9]})
+    with pytest.raises(RuntimeError, match="losses of torch and echelon differ"):
+        check_equal("small", {"torch autocast": [4.0, 3.0], "echelon": [3.9, 3.0]})
+    check_equal("small", {"torch autocast": [4.0, 3.0], "echelon": [4.0, 2.9]})  # float32 weights, and bf16
 
 
 def test_idle_is_what_no_interval_covers() -> None:
