@@ -10,6 +10,7 @@ from typing import NamedTuple
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.collectives import exchange_seconds, ring_seconds
 from echelon.planner.foresight.kernels import (
+    BYTES,
     attention_seconds,
     product_seconds,
     stream_seconds,
@@ -21,6 +22,7 @@ from echelon.planner.shape.shape import Matrix, ModelShape
 _NARROW = ("fp8", "fp4")
 _BACK_ATTENTION = 3.0  # operations of fused attention's backward pass: five products, not two
 _MISALIGNED_SCORES = 6.0  # batched products of heads whose rows are not multiples of 16 bytes
+_COMPILED = 0.6  # of the traffic of kernels between products is left
 _EXPERT_TILE = 64  # tokens: an expert's last tile may be almost empty
 
 
@@ -171,6 +173,8 @@ def _stream(
             times * matrix.inputs / (ranks if matrix.split == "row" else 1)
             for matrix, times in shape.products(sparse=sparse)
         )
+    if settings.compiled:  # most of these kernels become one
+        size *= _COMPILED
     wide = 4.0 if settings.precision == "fp64" else 2.0 if settings.precision == "fp32" else 1.0
     return stream_seconds(cluster.device, wide * size * tokens)
 
@@ -219,23 +223,28 @@ def saved_bytes(
     For GPT this is Korthikanti et al. 2022 (arXiv:2205.05198): s·b·h·(10 + 24/t + 5·a·s/(h·t)), all of it
     over t with sequence parallelism, without the last term if recomputed selectively, and 2·s·b·h of inputs.
     """
-    ranks = settings.tensor
-    unit = activation_bytes(settings)
-    width = shape.ffn
-    inputs = shape.hidden
+    ranks, unit = settings.tensor, activation_bytes(settings)
+    # Inputs of products: narrow where these are, and not needed without gradients for weights.
+    kept_input = (
+        0.0 if settings.frozen else BYTES[settings.precision] if settings.precision in _NARROW else unit
+    )
+    width, routed = shape.ffn, shape.hidden
     if sparse and (experts := shape.experts) is not None:
         width = experts.shared + experts.top_k * experts.hidden
-        inputs = (1 + experts.top_k) * shape.hidden  # each expert's tokens, beside the layer's
-    whole = unit * (shape.hidden + inputs + 2 * shape.hidden)  # inputs of both parts, and of both norms
+        routed += experts.top_k * shape.hidden  # each expert's tokens, beside the layer's
+    whole = 2 * unit * shape.hidden + kept_input * (
+        shape.hidden + routed
+    )  # inputs of norms, and of both parts
     whole += 2 * shape.hidden if shape.dropout else 0  # masks
     split = unit * (shape.key_width + 2 * shape.kv_width + shape.value_width)
-    split += unit * (3 if shape.gated else 2) * width
-    scores = 0.0
-    if not practice.flash:
-        scores = practice.saves_scores * shape.heads * sequence / ranks
+    split += (practice.gated_inputs * unit if shape.gated else unit) * width + kept_input * width
+    scores = 0.0 if practice.flash else practice.saves_scores * shape.heads * sequence / ranks
     share = ranks if settings.sequence else 1
     dense = tokens * (whole / share + split / ranks)
+    kept = dense
+    if practice.remakes:  # the parts that recompute=selective makes again are not kept
+        kept = dense * (1 - practice.frees)
     checkpoint = unit * tokens * shape.hidden / share
     if settings.split_checkpoints:
         checkpoint /= ranks
-    return dense + tokens * scores, dense, checkpoint
+    return dense + tokens * scores, kept, checkpoint

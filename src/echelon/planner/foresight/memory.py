@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from echelon.planner.foresight.layer import LayerCosts
+from echelon.planner.foresight.practice import Practice
 from echelon.planner.foresight.prediction import Memory
 from echelon.planner.foresight.schedules import kept_microbatches
 from echelon.planner.foresight.settings import Settings
@@ -98,12 +99,15 @@ class StageMemory(NamedTuple):
         return Memory(parameters, gradients, optimizer, activations, 0.0, temporary, host)
 
 
-def fixed_memory(shape: ModelShape, settings: Settings, stage: StageKind) -> StageMemory:
+def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stage: StageKind) -> StageMemory:
     """Return what a rank of a stage holds whatever its microbatches are."""
     states = stage_states(shape, settings, stage)
     largest = _largest_unit(shape, settings, stage)
     gathered = 0.0
-    if settings.zero == 3 or "parameters" in settings.offload:  # the layer that computes, and the next one
+    if practice.keeps_gathered and settings.zero == 3 and settings.pipeline > 1:
+        whole = stage_states(shape, settings._replace(zero=0), stage)
+        gathered += whole.parameters + whole.gradients
+    elif settings.zero == 3 or "parameters" in settings.offload:  # the layer that computes, and the next one
         gathered += 2 * largest * settings.weight_bytes
     if settings.zero >= 2 and settings.shards > 1:
         gathered += largest * settings.gradient_bytes

@@ -104,7 +104,8 @@ def _gathers(
     compute: float,
 ) -> tuple[float, float]:
     """Exposed and hidden seconds of a layer's weights and gradients, in each microbatch, from zero=2 on."""
-    if settings.zero < 2 or settings.copies == 1:
+    once = practice.keeps_gathered and settings.zero == 3 and settings.pipeline > 1
+    if settings.zero < 2 or settings.copies == 1 or once:
         return 0.0, 0.0
     stage = StageKind(0, 1, float(not sparse), float(sparse), False, False)
     counts = stage_parameters(shape, settings, stage)
@@ -138,5 +139,5 @@ def _head(shape: ModelShape, cluster: Cluster, practice: Practice, settings: Set
     seconds = product_seconds(device, precision, tokens, n, k)
     seconds += product_seconds(device, precision, tokens, k, n)
     weights = 0.0 if settings.frozen else product_seconds(device, precision, k, n, tokens)
-    moved = stream_seconds(device, 2 * practice.logit_bytes * tokens * n)
+    moved = stream_seconds(device, practice.logit_traffic * tokens * n)
     return Pass(compute=seconds + weights + moved, weights=weights)

@@ -28,8 +28,13 @@ class Practice:
     splits_transfers tensor ranks send each a part of what goes to the next stage
     gather_share     share of a link's rate that gathers of zero=3 reach
     remakes          share of a layer that recompute=selective makes again, beside scores
+    frees            share of a layer's saved bytes that recompute=selective frees, beside scores
+    gated_inputs     numbers saved per hidden number of a gated feed-forward part, beside its product
+    keeps_gathered   zero=3 with a pipeline gathers weights once in a step, and sums gradients whole
     saves_scores     bytes per score that the backward pass needs, without flash
     logit_bytes      bytes per logit at the peak
+    logit_traffic    bytes per logit that the loss reads and writes, both ways
+    most_logits      bytes of logits at once, where the loss is computed in chunks; 0: all
     """
 
     name: str
@@ -50,15 +55,31 @@ class Practice:
     splits_transfers: bool = True
     gather_share: float = 1.0
     remakes: float = 0.0
+    frees: float = 0.0
+    gated_inputs: float = 2.0
+    keeps_gathered: bool = False
     saves_scores: float = 5.0
-    logit_bytes: float = 10.0
+    logit_bytes: float = 6.6
+    logit_traffic: float = 13.0
+    most_logits: float = 0.0
 
     def __hash__(self) -> int:
         return hash(self.name)
 
 
 ECHELON = Practice(
-    "echelon", traffic=1.6, host_layer=0.5e-3, host_step=2e-3, hide_gradients=0.8, hide_gathers=0.8
+    "echelon",
+    traffic=2.4,
+    host_layer=0.5e-3,
+    host_step=2e-3,
+    logit_traffic=50.0,
+    hide_gradients=0.8,
+    hide_gathers=0.8,
+    splits_transfers=False,
+    remakes=0.1,
+    frees=0.5,
+    gated_inputs=3.0,
+    most_logits=2 * 2**30,
 )
 MEGATRON_2021 = Practice(
     "Megatron-LM of 2021, Megatron-DeepSpeed",
@@ -97,6 +118,10 @@ TORCHTITAN = Practice(
     traffic=0.86,
     attention=0.64,
     remakes=0.8,
+    frees=0.55,
+    keeps_gathered=True,
+    logit_bytes=14.0,
+    logit_traffic=28.0,
     host_layer=0.3e-3,
     host_step=10e-3,
     hide_gradients=0.8,
@@ -113,3 +138,6 @@ FOUNDRY = Practice(
 )
 # Its attention in Triton was written for Ampere, and reaches less of what Hopper can do.
 FOUNDRY_HOPPER = replace(FOUNDRY, name="llm-foundry (FSDP) on Hopper", traffic=2.69, attention=0.45)
+MEGATRON_UNFUSED = replace(
+    MEGATRON, name="Megatron Core with unfused attention", flash=False, skips_masked=False
+)

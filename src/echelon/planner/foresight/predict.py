@@ -32,6 +32,9 @@ from echelon.planner.foresight.sharing import StepEnd, step_end
 from echelon.planner.foresight.stages import StageKind, stage_kinds
 from echelon.planner.shape.shape import ModelShape
 
+_FUSED_VOCABULARY = 1024  # a smaller head is not computed together with its loss
+_BEHIND_BACKWARD = 0.8  # of a microbatch, that updates of the host can hide behind
+
 
 class _Once(NamedTuple):
     """What does not depend on microbatches: kinds of stages, the end of a step, bytes of states."""
@@ -98,7 +101,7 @@ class Forecast:
     def _compute_once(self, key: Settings) -> _Once:
         kinds = stage_kinds(self.shape, key.pipeline, key.chunks)
         end = step_end(self.shape, self.cluster, self.practice, key, kinds)
-        memory = tuple(fixed_memory(self.shape, key, stage) for stage in kinds)
+        memory = tuple(fixed_memory(self.shape, self.practice, key, stage) for stage in kinds)
         once = self._once[key] = _Once(kinds, end, memory)
         return once
 
@@ -112,6 +115,10 @@ class Forecast:
         )
         tokens = -(-size * self.shape.sequence // key.context)
         logits = self.practice.logit_bytes * tokens * self.shape.vocab / key.tensor
+        if self.practice.most_logits and self.shape.vocab >= _FUSED_VOCABULARY:
+            logits = min(logits, self.practice.most_logits)
+        if key.tensor > 1:  # the head's input, gathered, and its gradient
+            logits += 2 * activation_bytes(key) * tokens * self.shape.hidden
         passes = self._passes[size, key] = _Passes(
             costs, totals, max(each, key=lambda part: part.total), self._hop(key, tokens), logits
         )
@@ -120,7 +127,7 @@ class Forecast:
     def _layer_costs(self, key: Settings, size: int) -> LayerCosts:
         read = (
             size, key.tensor, key.context, key.expert, key.expert_tensor, key.sequence, key.attention,
-            key.precision, key.split_checkpoints, key.frozen,
+            key.precision, key.split_checkpoints, key.frozen, key.compiled,
         )  # fmt: skip
         costs = self._layers.get(read)
         if costs is None:
@@ -145,8 +152,11 @@ class Forecast:
         if settings.sync == "async":  # no rank waits for another
             exchange_hidden = min(end.exchange, m * slowest.total)
         data = end.exchange - exchange_hidden
+        copies = end.copies
+        if settings.update != "step":  # units are updated behind the backward pass
+            copies = max(0.0, copies - _BEHIND_BACKWARD * slowest.total)
         host = practice.host_step + m * practice.host_microbatch
-        total = pipeline + transfers + end.update + end.copies + data + host
+        total = pipeline + transfers + end.update + copies + data + host
         nodes = max(1.0, settings.ranks / self.cluster.per_node)
         return Seconds(
             m * slowest.compute,
@@ -159,7 +169,7 @@ class Forecast:
             data + m * slowest.data,
             pipeline - m * slowest.total,
             end.update,
-            end.copies + m * slowest.offload,
+            copies + m * slowest.offload,
             self.cluster.stragglers * log2(nodes) * total,
             m * slowest.hidden + transfers_hidden + exchange_hidden,
         )

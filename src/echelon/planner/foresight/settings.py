@@ -65,7 +65,8 @@ def settings_of(plan: Plan) -> Settings:
     assert isinstance(plan.pipeline, int)
     size = float(BYTES[plan.precision])
     is_narrow = plan.precision in ("bf16", "fp16")
-    gradient = 4.0 if is_narrow and plan.gradients == "fp32" else size
+    is_summed = plan.microbatches > 1 or plan.data * plan.context > 1
+    gradient = 4.0 if is_narrow and plan.gradients == "fp32" and is_summed else size
     moments = 2 * (size if plan.precision == "fp64" or not plan.masters else 4.0)
     return Settings(
         plan.data,

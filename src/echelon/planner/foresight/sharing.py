@@ -56,7 +56,7 @@ def _exchange(
         shards = min(ranks, settings.shards)
         if settings.zero == 0:
             seconds += ring_seconds(cluster, count * message, ranks, stride, passes=2)
-        elif settings.zero == 1:
+        elif settings.zero == 1 or (settings.zero == 3 and practice.keeps_gathered and settings.pipeline > 1):
             seconds += ring_seconds(cluster, count * message, shards, stride)
         if settings.zero in (1, 2):
             seconds += ring_seconds(cluster, count * settings.weight_bytes, shards, stride)

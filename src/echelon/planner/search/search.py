@@ -1,7 +1,7 @@
 """`search`: the fastest plans that fit, of all that `space` has. Exact: what is cut is proven slower.
 
     1  of each layout, a bound of its time: nothing recomputed, nothing sharded, nothing offloaded
-    2  layouts in the order of that bound; of each, its variants, if the smallest fits
+    2  layouts in the order of that bound; of each, for each way of sharding, the fastest that fits
     3  the end: a layout's bound is above the slowest of the best so far. All others are slower still
 
 The bound holds because zero, recompute and offload add work and messages, and take none away.
@@ -18,7 +18,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.predict import Forecast, forecast_of
 from echelon.planner.foresight.prediction import Prediction
 from echelon.planner.foresight.settings import Settings
-from echelon.planner.search.space import layouts, plan_text, smallest, variants
+from echelon.planner.search.space import layouts, most_sharded, plan_text, savers, shardings, smallest
 from echelon.planner.shape.shape import ModelShape
 from echelon.quantities import show_bytes
 
@@ -82,27 +82,48 @@ def _best(forecast: Forecast, batch: int, precision: str, top: int, cut: Counter
         if len(best) == top and bound > best[-1][0]:
             cut["slower, whatever their memory"] += 1 + len(bounded)
             break
-        if not forecast.predict(smallest(layout), batch).fits:
+        if not forecast.predict(smallest(most_sharded(layout)), batch).fits:
             cut["too large, with all savers"] += 1
             continue
-        for settings in variants(layout, forecast.cluster.per_node):
-            _consider(forecast, settings, batch, top, best, cut)
+        for sharded in shardings(layout, forecast.cluster.per_node):
+            if not forecast.predict(smallest(sharded), batch).fits:
+                cut["too large"] += 1
+                continue
+            _add_fastest(forecast, sharded, batch, top, best, cut)
     return [each[-1] for each in best]
 
 
-def _consider(
+def _add_fastest(
     forecast: Forecast,
-    settings: Settings,
+    layout: Settings,
     batch: int,
     top: int,
     best: list[tuple[float, str, Found]],
     cut: Counter[str],
 ) -> None:
-    prediction = forecast.predict(settings, batch)
+    """Add the fastest variants of a layout that fit: with the least recomputation for each level of offload,
+    and no more offload once nothing is recomputed."""
+    for variants in savers(layout):
+        for settings in variants:
+            prediction = forecast.predict(settings, batch)
+            if not prediction.fits:
+                cut["too large"] += 1
+                continue
+            _consider(settings, prediction, top, best, cut)
+            if settings.recompute == "none":
+                return
+            break
+
+
+def _consider(
+    settings: Settings,
+    prediction: Prediction,
+    top: int,
+    best: list[tuple[float, str, Found]],
+    cut: Counter[str],
+) -> None:
     seconds = prediction.step_seconds
-    if not prediction.fits:
-        cut["too large"] += 1
-    elif len(best) == top and seconds >= best[-1][0]:
+    if len(best) == top and seconds >= best[-1][0]:
         cut["slower"] += 1
     elif (refusal := _refusal(settings)) is not None:
         cut[refusal] += 1
@@ -150,7 +171,8 @@ def _advice(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> 
 def _least_memory(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> float | None:
     forecast = forecast_of(shape, cluster)
     sizes = (
-        forecast.predict(smallest(layout), batch).peak for layout in layouts(shape, cluster, batch, precision)
+        forecast.predict(smallest(most_sharded(layout)), batch).peak
+        for layout in layouts(shape, cluster, batch, precision)
     )
     return min(sizes, default=None)
 
@@ -158,5 +180,6 @@ def _least_memory(shape: ModelShape, cluster: Cluster, batch: int, precision: st
 def _fits(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> bool:
     forecast = forecast_of(shape, cluster)
     return any(
-        forecast.predict(smallest(layout), batch).fits for layout in layouts(shape, cluster, batch, precision)
+        forecast.predict(smallest(most_sharded(layout)), batch).fits
+        for layout in layouts(shape, cluster, batch, precision)
     )

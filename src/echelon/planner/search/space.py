@@ -75,20 +75,19 @@ def _orders(shape: ModelShape, layout: Settings, batch: int) -> Iterator[Setting
                     yield flat._replace(schedule="interleaved", chunks=chunks)
 
 
-def variants(layout: Settings, per_node: int) -> Iterator[Settings]:
-    """What trades memory for time, the fastest of each kind first."""
-    for zero, shard in _shardings(layout, per_node):
-        for recompute in ("none", "selective", "full"):
-            for offload in (
-                frozenset[str](),
-                frozenset({"optimizer"}),
-                frozenset({"optimizer", "activations"}),
-            ):
-                yield layout._replace(zero=zero, shard=shard, recompute=recompute, offload=offload)
+RECOMPUTES = ("none", "selective", "full")  # each takes more time than the one before, and less memory
+OFFLOADS = (frozenset[str](), frozenset({"optimizer"}), frozenset({"optimizer", "activations"}))
 
 
-def _shardings(layout: Settings, per_node: int) -> Iterator[tuple[int, int]]:
-    yield 0, 0
+def savers(layout: Settings) -> Iterator[Iterator[Settings]]:
+    """For each level of offload, the levels of recompute: more of either is never faster."""
+    for offload in OFFLOADS:
+        yield (layout._replace(recompute=recompute, offload=offload) for recompute in RECOMPUTES)
+
+
+def shardings(layout: Settings, per_node: int) -> Iterator[Settings]:
+    """What ranks along `data` share, and over how many of them."""
+    yield layout._replace(zero=0)
     copies = layout.copies
     if copies == 1:
         return
@@ -99,14 +98,18 @@ def _shardings(layout: Settings, per_node: int) -> Iterator[tuple[int, int]]:
     for zero in (1, 2, 3):
         if zero == 3 and layout.schedule == "zero-bubble":
             continue
-        yield from ((zero, shard) for shard in shards)
+        yield from (layout._replace(zero=zero, shard=shard) for shard in shards)
 
 
 def smallest(layout: Settings) -> Settings:
-    """The variant of a layout that takes the least memory."""
+    """The variant of a layout, sharded as it is, that takes the least memory."""
+    return layout._replace(recompute="full", offload=OFFLOADS[-1])
+
+
+def most_sharded(layout: Settings) -> Settings:
+    """The layout with as much sharded as the engine can."""
     zero = 0 if layout.copies == 1 else 2 if layout.schedule == "zero-bubble" else 3
-    offload = frozenset({"optimizer", "activations"})
-    return layout._replace(zero=zero, recompute="full", offload=offload)
+    return layout._replace(zero=zero)
 
 
 def plan_text(settings: Settings) -> str:

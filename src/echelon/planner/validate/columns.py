@@ -1,4 +1,4 @@
-"""Cells of a row: numbers out of text that people wrote, like '8 local' or '18432 dense/2048x256 experts'."""
+"""Cells of a row: numbers out of what people wrote, like '8 local', '>1' or '2048x256 experts top8'."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ def text(row: Row, name: str) -> str:
 
 def integer(row: Row, name: str, default: int | None = None) -> int:
     """The number that a cell starts with. Without one: the default, or a UserError."""
-    match = re.match(r"\s*(\d+)", text(row, name))
+    match = re.match(r"\s*>?(\d+)", text(row, name))
     if match:
         return int(match[1])
     if default is None:

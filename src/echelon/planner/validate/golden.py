@@ -10,6 +10,7 @@ from echelon.planner.validate.shapes import usual_heads
 _SOURCE = "Megatron-LM golden values, last rank"
 _FOLDER = "tests/functional_tests/test_cases/"
 _VOCABULARY = 50257  # GPT-2's, which most of the tests use
+_USUAL_DEVICE = "a100"  # the first of these tests ran there
 _USUAL_DEVICES = 8  # where the recipe does not say
 _TOP_K = 2
 
@@ -42,7 +43,7 @@ def row_of_golden(row: Row) -> dict[str, str]:
         "ffn": f"{width}x{experts} experts top{min(_TOP_K, int(experts))}" if experts else str(width),
         "vocab": str(_VOCABULARY),
         "seq": text(row, "seq-length"),
-        "gpu": text(row, "gpu"),
+        "gpu": text(row, "gpu") or _USUAL_DEVICE,
         "n_gpus": str(devices),
         "tp": str(tensor),
         "pp": str(pipeline),
@@ -58,8 +59,22 @@ def row_of_golden(row: Row) -> dict[str, str]:
         "precision": "fp8" if text(row, "fp8-format") else "fp16" if text(row, "fp16") else "bf16",
         "step_time_s": text(row, "median_step_s"),
         "peak_mem_GiB": _gibibytes(text(row, "peak_mem_bytes")),
+        "attention": "flash" if _has_fused_attention(row, name) else "unfused",
         "note": name,
     }
+
+
+def _has_fused_attention(row: Row, name: str) -> bool:
+    """Whether a run used fused attention, which no column says.
+
+    The tests are deterministic, for which fused attention was turned off; later Transformer Engine versions
+    have deterministic kernels, and the runs that resume (and context parallelism) use them.
+    """
+    if integer(row, "context-parallel-size", 1) > 1 or "muon" in name:
+        return True
+    is_old = "dracooci" in name or ("lts" in name and not text(row, "n_gpus"))
+    is_other = "cross_entropy" in name or "multi_dist" in name
+    return "_te_" in name and "resume" in name and not is_old and not is_other
 
 
 def _gibibytes(digits: str) -> str:

@@ -9,6 +9,7 @@ from echelon.planner.foresight.practice import (
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_UNFUSED,
     MLPERF,
     TORCHTITAN,
     Practice,
@@ -30,6 +31,8 @@ _BY_SOURCE = (
 
 def practice_of(row: Mapping[str, str]) -> Practice:
     """The program that a row is of; one of the time where it does not say."""
+    if row.get("attention") == "unfused":
+        return MEGATRON_UNFUSED
     for word, practice in _BY_SOURCE:
         if word in row["source"]:
             is_zero = practice is MEGATRON_2021 and row.get("zero_stage", "").startswith("3")

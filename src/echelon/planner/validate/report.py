@@ -27,7 +27,7 @@ class SourceErrors:
             self.seconds.append(abs(prediction.step_seconds / run.seconds - 1))
         if run.peak:
             peak = prediction.memory[-1].peak if run.is_last_rank else prediction.peak
-            self.memory.append(abs(peak / run.peak - 1))
+            self.memory.append(abs((peak + run.overhead) / run.peak - 1))
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -25,6 +25,8 @@ from echelon.planner.validate.machines import cluster_of_row
 from echelon.planner.validate.practices import practice_of
 from echelon.planner.validate.shapes import shape_of_row
 
+_CONTEXT = 2.5 * 2**30
+
 
 class Run(NamedTuple):
     """A published run: what was trained, where and how, and what was measured."""
@@ -37,6 +39,7 @@ class Run(NamedTuple):
     batch: int
     seconds: float | None
     peak: float | None  # bytes
+    overhead: float  # bytes that the measured peak counts beside tensors
     is_last_rank: bool  # whose peak it is; else that of the fullest
 
     def predict(self) -> Prediction:
@@ -67,12 +70,26 @@ def run_of(row: Row) -> Run:
     batch = integer(row, "global_batch")
     settings = _settings(row, practice)
     run = Run(
-        row["source"], shape, cluster, practice, settings, batch, None, None, "last rank" in row["source"]
+        row["source"],
+        shape,
+        cluster,
+        practice,
+        settings,
+        batch,
+        None,
+        None,
+        _overhead(row),
+        "last rank" in row["source"],
     )
     if not text(row, "microbatch")[:1].isdigit():
         run = _with_fastest_microbatch(run)
     peak = measured(row, "peak_mem_GiB")
     return run._replace(seconds=_step_seconds(row, run), peak=peak * 2**30 if peak else None)
+
+
+def _overhead(row: Row) -> float:
+    """What nvidia-smi counts: the context, and buffers of messages."""
+    return _CONTEXT if "BigScience" in row["source"] else 0.0
 
 
 def _with_fastest_microbatch(run: Run) -> Run:
@@ -122,6 +139,7 @@ def _settings(row: Row, practice: Practice) -> Settings:
     recompute = text(row, "recompute").lower()
     zero = integer(row, "zero_stage", 1)
     precision = (text(row, "precision") or ("fp8" if "MLPerf" in row["source"] else "bf16")).lower()
+    narrow, frozen = _precision(precision), "lora" in f"{row['model']} {text(row, 'note')}".lower()
     return Settings(
         data,
         tensor,
@@ -134,12 +152,20 @@ def _settings(row: Row, practice: Practice) -> Settings:
         zero=zero,
         schedule="interleaved" if chunks > 1 else "1f1b",
         sequence=tensor > 1 and (practice.flash or "sp" in recompute) and text(row, "sp") != "no",
-        precision=_precision(precision),
+        precision=narrow,
         recompute=next((word for word in ("full", "selective") if word in recompute), "none"),
-        gradient_bytes=2.0 if "pure" in precision else 4.0,
-        message_bytes=2.0 if "pure" in precision or zero == 3 else 4.0,
-        frozen="lora" in f"{row['model']} {text(row, 'note')}".lower(),
+        weight_bytes=1.0 if frozen and narrow in ("fp8", "fp4") else 2.0,
+        gradient_bytes=_gradient_bytes(row, precision),
+        message_bytes=2.0 if "pure" in precision or zero == 3 or "MLPerf" in row["source"] else 4.0,
+        frozen=frozen,
     )
+
+
+def _gradient_bytes(row: Row, precision: str) -> float:
+    """Bytes of a gradient that a rank keeps; BLOOM's BF16 optimizer has sums in float32 beside gradients."""
+    if "BigScience" in row["source"] and precision == "bf16":
+        return 6.0
+    return 2.0 if "pure" in precision or "MLPerf" in row["source"] else 4.0
 
 
 def _precision(words: str) -> str:
