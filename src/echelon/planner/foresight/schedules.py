@@ -7,16 +7,22 @@ With d stages, m microbatches, v chunks, and f + b = t seconds of a microbatch o
     gpipe         (m + d − 1) · t                   m
     1f1b          (m + d − 1) · t                   min(m, d − i)
     interleaved   m · t + (d − 1) · t / v           min(m·v, 2(d − i − 1) + (v − 1)·d + 1) / v
-    zero-bubble   (m + d − 1) · t − (d − 1) · w     min(m, d − i), and weight gradients that wait for i more
+    zero-bubble   (m + d − 1) · t − 2(d − 1) · w    min(m, d)      (w: gradients for weights; m ≥ d)
     pipedream…    m · t (never drains)              d − i
 
 The simulator of programs gives the same numbers (a test compares them); it would take seconds for thousands
-of ranks. For unequal stages the slowest one sets the pace, and the others add to filling and draining.
+of ranks. Of unequal stages, each one alone would need
+
+    what comes before it, both ways + m · t + what comes after it, less the forwards that fill that wait
+
+and the slowest of these is the step, to a few percent.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 ASYNCHRONOUS = {"pipedream", "pipedream-vertical", "pipedream-2bw"}
+_FORWARD_SHARE = 1 / 3  # of a microbatch: the backward pass takes twice as long
 
 
 def step_seconds(
@@ -24,15 +30,30 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step. `seconds`: of a microbatch on each stage (all chunks of a rank together).
     `weights`: of these, what gradients for weights take."""
-    total, slowest = sum(seconds), max(seconds)
     if schedule == "naive":
-        return microbatches * total
+        return microbatches * sum(seconds)
     if schedule in ASYNCHRONOUS:
-        return microbatches * slowest
-    fill = (total - slowest) / chunks
+        return microbatches * max(seconds)
+    paces = _paces(tuple(seconds))
+    step = max(microbatches * pace + wait / chunks for pace, wait in paces)
     if schedule == "zero-bubble":
-        fill -= (len(seconds) - 1) * min(weights, slowest)
-    return microbatches * slowest + max(0.0, fill)
+        stages = len(seconds)
+        filled = (stages - 1 + min(microbatches, stages) - 1) * weights
+        step = max(step - filled, microbatches * max(seconds))
+    return step
+
+
+@lru_cache(maxsize=4096)
+def _paces(seconds: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
+    """For stages that differ: the seconds of a microbatch, and those in which the stage waits."""
+    paces: dict[float, float] = {}
+    before, after = 0.0, sum(seconds)
+    for stage, pace in enumerate(seconds):
+        after -= pace
+        filled = (len(seconds) - 1 - stage) * _FORWARD_SHARE * pace
+        paces[pace] = max(paces.get(pace, 0.0), before + max(0.0, after - filled))
+        before += pace
+    return tuple(paces.items())
 
 
 def kept_microbatches(schedule: str, stages: int, stage: int, microbatches: int, chunks: int = 1) -> float:
@@ -42,6 +63,8 @@ def kept_microbatches(schedule: str, stages: int, stage: int, microbatches: int,
     if schedule == "gpipe":
         return float(microbatches)
     if schedule == "interleaved" and chunks > 1:
+        if microbatches == stages:  # all forwards come first
+            return float(microbatches)
         ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
         return min(microbatches * chunks, ahead) / chunks
     if schedule == "zero-bubble":

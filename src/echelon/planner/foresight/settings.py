@@ -65,8 +65,9 @@ def settings_of(plan: Plan) -> Settings:
     assert isinstance(plan.pipeline, int)
     size = float(BYTES[plan.precision])
     is_narrow = plan.precision in ("bf16", "fp16")
-    is_summed = plan.microbatches > 1 or plan.data * plan.context > 1
-    gradient = 4.0 if is_narrow and plan.gradients == "fp32" and is_summed else size
+    gradient = summed_bytes(plan.precision, plan.microbatches, plan.data * plan.context)
+    if plan.gradients == "same":
+        gradient = size
     moments = 2 * (size if plan.precision == "fp64" or not plan.masters else 4.0)
     return Settings(
         plan.data,
@@ -97,6 +98,12 @@ def settings_of(plan: Plan) -> Settings:
         saved=_GIST_BITS.get(plan.compress, 8 * size) / (8 * size),
         compiled=plan.compile,
     )
+
+
+def summed_bytes(precision: str, microbatches: int, copies: int) -> float:
+    """Bytes of a gradient: of float32 where narrow ones are summed, over microbatches or ranks."""
+    is_summed = precision in ("bf16", "fp16") and microbatches * copies > 1
+    return 4.0 if is_summed else float(BYTES[precision])
 
 
 def _refusals(plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.checks import shape_errors
 from echelon.planner.foresight.kernels import BYTES
-from echelon.planner.foresight.settings import Settings
+from echelon.planner.foresight.settings import Settings, summed_bytes
 from echelon.planner.shape.shape import ModelShape
 
 _MOST_CHUNKS = 16
@@ -24,8 +24,6 @@ def layouts(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> 
     base = Settings(
         precision=precision,
         weight_bytes=size,
-        gradient_bytes=4.0 if is_narrow else size,
-        message_bytes=4.0 if is_narrow else size,
         optimizer_bytes=12.0 if is_narrow else 2 * size,
     )
     for tensor in _divisors(cluster.count, min(cluster.per_node, shape.kv_heads)):
@@ -64,7 +62,8 @@ def _orders(shape: ModelShape, layout: Settings, batch: int) -> Iterator[Setting
     """Numbers of microbatches, schedules and chunks."""
     each, stages = batch // layout.data, layout.pipeline
     for microbatches in _divisors(each, each):
-        flat = layout._replace(microbatches=microbatches)
+        gradient = summed_bytes(layout.precision, microbatches, layout.copies)
+        flat = layout._replace(microbatches=microbatches, gradient_bytes=gradient, message_bytes=gradient)
         yield flat
         if stages == 1:
             continue
