@@ -15,7 +15,7 @@ from echelon.quantities import show_bytes, show_seconds
 if TYPE_CHECKING:
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
-    from echelon.planner.search.search import SearchResult
+    from echelon.planner.searching.search import SearchResult
     from echelon.planner.shape.shape import ModelShape
     from echelon.planner.validate.report import SourceErrors
 
@@ -141,7 +141,7 @@ def _search(
     emit: Path | None,
     as_json: bool,
 ) -> None:
-    from echelon.planner.search.search import search
+    from echelon.planner.searching.search import search
 
     result = search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
     if result.best:

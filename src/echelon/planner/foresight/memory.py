@@ -78,11 +78,17 @@ class StageMemory(NamedTuple):
 
     states: StateBytes
     gathered: float  # weights and gradients of the layers that compute now
+    fills_first: bool  # see `kept_microbatches`
 
     def at_peak(self, settings: Settings, stage: StageKind, costs: LayerCosts, logits: float) -> Memory:
         """Return the bytes at the peak of a step. `logits`: those of the head."""
         kept = kept_microbatches(
-            settings.schedule, settings.pipeline, stage.first, settings.microbatches, settings.chunks
+            settings.schedule,
+            settings.pipeline,
+            stage.first,
+            settings.microbatches,
+            settings.chunks,
+            fills_first=self.fills_first,
         )
         activations, remade = _activations(settings, stage, costs, kept)
         parameters, gradients, optimizer = self.states
@@ -113,7 +119,7 @@ def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stag
         gathered += largest * settings.gradient_bytes
     if settings.update != "step":  # a gradient is gone as soon as its unit is updated
         states = states._replace(gradients=min(states.gradients, 2 * largest * settings.gradient_bytes))
-    return StageMemory(states, gathered)
+    return StageMemory(states, gathered, practice.fills_first)
 
 
 def _largest_unit(shape: ModelShape, settings: Settings, stage: StageKind) -> float:

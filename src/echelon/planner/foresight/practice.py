@@ -31,6 +31,7 @@ class Practice:
     frees            share of a layer's saved bytes that recompute=selective frees, beside scores
     gated_inputs     numbers saved per hidden number of a gated feed-forward part, beside its product
     keeps_gathered   zero=3 with a pipeline gathers weights once in a step, and sums gradients whole
+    fills_first      interleaved schedules with as many microbatches as stages run all forwards first
     saves_scores     bytes per score that the backward pass needs, without flash
     logit_bytes      bytes per logit at the peak
     logit_traffic    bytes per logit that the loss reads and writes, both ways
@@ -58,6 +59,7 @@ class Practice:
     frees: float = 0.0
     gated_inputs: float = 2.0
     keeps_gathered: bool = False
+    fills_first: bool = False
     saves_scores: float = 5.0
     logit_bytes: float = 6.6
     logit_traffic: float = 13.0
@@ -80,6 +82,7 @@ ECHELON = Practice(
     frees=0.5,
     gated_inputs=3.0,
     most_logits=2 * 2**30,
+    fills_first=True,
 )
 MEGATRON_2021 = Practice(
     "Megatron-LM of 2021, Megatron-DeepSpeed",

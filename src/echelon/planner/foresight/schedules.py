@@ -56,14 +56,19 @@ def _paces(seconds: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
     return tuple(paces.items())
 
 
-def kept_microbatches(schedule: str, stages: int, stage: int, microbatches: int, chunks: int = 1) -> float:
-    """Return how many microbatches a stage has saved activations of, at most; of all its chunks together."""
+def kept_microbatches(
+    schedule: str, stages: int, stage: int, microbatches: int, chunks: int = 1, *, fills_first: bool = True
+) -> float:
+    """Return how many microbatches a stage has saved activations of, at most; of all its chunks together.
+
+    `fills_first`: with as many microbatches as stages, an interleaved schedule runs all forwards first.
+    """
     if schedule == "naive":
         return 1.0
     if schedule == "gpipe":
         return float(microbatches)
     if schedule == "interleaved" and chunks > 1:
-        if microbatches == stages:  # all forwards come first
+        if microbatches == stages and fills_first:
             return float(microbatches)
         ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
         return min(microbatches * chunks, ahead) / chunks

@@ -18,7 +18,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.predict import Forecast, forecast_of
 from echelon.planner.foresight.prediction import Prediction
 from echelon.planner.foresight.settings import Settings
-from echelon.planner.search.space import layouts, most_sharded, plan_text, savers, shardings, smallest
+from echelon.planner.searching.space import layouts, most_sharded, plan_text, savers, shardings, smallest
 from echelon.planner.shape.shape import ModelShape
 from echelon.quantities import show_bytes
 

@@ -7,7 +7,7 @@ import pytest
 from echelon.plan import Plan
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.settings import Settings, settings_of
-from echelon.planner.search.space import layouts, most_sharded, plan_text, savers, shardings, smallest
+from echelon.planner.searching.space import layouts, most_sharded, plan_text, savers, shardings, smallest
 from echelon.planner.shape.presets import preset_shape
 
 LLAMA = preset_shape("llama3-8b")

@@ -7,8 +7,8 @@ import pytest
 from echelon.errors import UserError
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.predict import forecast_of, predict
-from echelon.planner.search.search import search
-from echelon.planner.search.space import layouts, savers, shardings
+from echelon.planner.searching.search import search
+from echelon.planner.searching.space import layouts, savers, shardings
 from echelon.planner.shape.presets import preset_shape
 
 
