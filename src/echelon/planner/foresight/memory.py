@@ -42,7 +42,7 @@ def stage_parameters(shape: ModelShape, settings: Settings, stage: StageKind) ->
         dense += vocabulary + shape.learned_positions * shape.hidden
     if stage.head:
         is_own = not shape.tied or not stage.embedding  # a tied weight has a copy on both ends
-        dense += shape.norm_vectors * shape.hidden + (vocabulary if is_own else 0)
+        dense += shape.norm_vectors * shape.hidden + shape.other_parameters + (vocabulary if is_own else 0)
     return dense, routed
 
 

@@ -86,6 +86,7 @@ class ModelShape:
     learned_positions: int = 0
     bidirectional: bool = False
     dropout: bool = False
+    other_parameters: int = 0  # of nothing above, as a traced module has them; counted with the head
     experts: Experts | None = None
     latent: LatentAttention | None = None
 
@@ -207,7 +208,7 @@ class ModelShape:
     def head_parameters(self) -> int:
         """The last norm and the projection, which is the embedding's where the two are tied."""
         projection = 0 if self.tied else self.vocab * self.hidden
-        return projection + self.norm_vectors * self.hidden
+        return projection + self.norm_vectors * self.hidden + self.other_parameters
 
     @cached_property
     def num_routed_parameters(self) -> int:
