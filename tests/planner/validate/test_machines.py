@@ -12,6 +12,9 @@ from echelon.planner.validate.machines import cluster_of_row, device_of
         ("DGX-GB200", "gb200"), ("GB300-NVL72", "gb300"), ("DGX-B200", "b200"), ("a100_80gb", "a100-80"),
         ("a100_40gb", "a100-40"), ("A100-80GB-SXM (Selene)", "a100-80"), ("H100-96GB-HBM2e 500W", "h100-96"),
         ("H200-141GB-SXM", "h200"), ("V100-16GB-SXM2", "v100"), ("MI355X-288GB", "mi355x"), ("h100", "h100"),
+        ("A100-SXM4-40GB", "a100-40"),
+        ("GH200-96GB", "gh200"),
+        ("A800", "a800"),
         ("A100-80GB? (8/node, inter-node 800Gb/s per node)", "a100-80"),
     ],
 )  # fmt: skip

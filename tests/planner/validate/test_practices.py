@@ -4,9 +4,11 @@ import pytest
 
 from echelon.planner.foresight.practice import (
     DEEPSPEED_2021,
+    FOUNDRY,
     FOUNDRY_HOPPER,
     MEGATRON,
     MEGATRON_2021,
+    MEGATRON_2022,
     MEGATRON_UNFUSED,
     TORCHTITAN,
     Practice,
@@ -23,6 +25,9 @@ from echelon.planner.validate.practices import practice_of
         ({"source": "mosaicml", "gpu": "h100_80gb"}, FOUNDRY_HOPPER),
         ({"source": "a paper", "precision": "fp16", "recompute": "full"}, MEGATRON_2021),
         ({"source": "a paper", "precision": "bf16"}, MEGATRON),
+        ({"source": "a paper", "gpu": "V100"}, MEGATRON_2021),
+        ({"source": "a paper", "precision": "fp16", "recompute": "selective+SP"}, MEGATRON_2022),
+        ({"source": "PyTorch FSDP", "gpu": "a100"}, FOUNDRY),
         ({"source": "golden", "attention": "unfused"}, MEGATRON_UNFUSED),
     ],
 )

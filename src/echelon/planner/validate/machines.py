@@ -11,7 +11,7 @@ from echelon.planner.validate.columns import Row, integer, text
 # Gigabits per second of a node, where a row names only the machine: BLOOM's paper (arXiv:2211.05100), 4
 # Omni-Path links of 100 Gb/s.
 _NETWORKS = (("Jean Zay", 400.0), ("BigScience", 400.0))
-_SPELLED = (("a100_40", "a100-40"), ("a100-40", "a100-40"), ("h100-96", "h100-96"), ("a100", "a100-80"))
+_A100_40 = re.compile(r"a100.*40 ?gb")
 
 
 def cluster_of_row(row: Row) -> Cluster:
@@ -35,9 +35,8 @@ def cluster_of_row(row: Row) -> Cluster:
 def device_of(name: str) -> str:
     """The calibration for a device as a table spells it: 'DGX-GB200' → 'gb200', 'a100_80gb' → 'a100-80'."""
     key = name.lower()
-    for word, device in _SPELLED:
-        if word in key:
-            return device
+    if "a100" in key:
+        return "a100-40" if _A100_40.search(key) else "a100-80"
     found = [device for device in device_names() if device.removesuffix("x") in key]
     if not found:
         raise UserError(f"gpu={name!r}: has no calibration; there is one for {', '.join(device_names())}")

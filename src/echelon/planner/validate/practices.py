@@ -30,15 +30,23 @@ _BY_SOURCE = (
 
 
 def practice_of(row: Mapping[str, str]) -> Practice:
-    """The program that a row is of; one of the time where it does not say."""
+    """The program that a row is of; where it does not say, one of the time of its device and types."""
     if row.get("attention") == "unfused":
         return MEGATRON_UNFUSED
-    for word, practice in _BY_SOURCE:
-        if word in row["source"]:
-            is_zero = practice is MEGATRON_2021 and row.get("zero_stage", "").startswith("3")
-            if practice is FOUNDRY and "h100" in row.get("gpu", "").lower():
-                return FOUNDRY_HOPPER
-            return DEEPSPEED_2021 if is_zero else practice
-    if "fp16" in row.get("precision", "") and row.get("recompute", "") == "full":
-        return MEGATRON_2021
+    practice = next((each for word, each in _BY_SOURCE if word in row["source"]), None) or _usual(row)
+    if practice is FOUNDRY and "h100" in row.get("gpu", "").lower():
+        return FOUNDRY_HOPPER
+    is_zero_3 = row.get("zero_stage", "").startswith("3")
+    return DEEPSPEED_2021 if practice is MEGATRON_2021 and is_zero_3 else practice
+
+
+def _usual(row: Mapping[str, str]) -> Practice:
+    device, words = row.get("gpu", "").lower(), f"{row['source']} {row.get('note', '')}".lower()
+    if "fsdp" in words:
+        return FOUNDRY
+    # V100 has no fused attention; fp16 on A100 is of the time before it.
+    if "v100" in device or (
+        "fp16" in row.get("precision", "") and "flash" not in words and "h100" not in device
+    ):
+        return MEGATRON_2022 if "SP" in row.get("recompute", "") else MEGATRON_2021
     return MEGATRON
