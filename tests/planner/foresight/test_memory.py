@@ -1,10 +1,18 @@
 """Bytes of one rank: states exactly, activations by what the plan keeps."""
 
+from dataclasses import replace
+
 import pytest
 
 from echelon.planner.cluster.read import read_cluster
-from echelon.planner.foresight.memory import expert_copies, fixed_memory, layer_parameters, stage_parameters
-from echelon.planner.foresight.practice import ECHELON
+from echelon.planner.foresight.memory import (
+    expert_copies,
+    fixed_memory,
+    head_bytes,
+    layer_parameters,
+    stage_parameters,
+)
+from echelon.planner.foresight.practice import ECHELON, MEGATRON
 from echelon.planner.foresight.predict import predict
 from echelon.planner.foresight.prediction import Memory
 from echelon.planner.foresight.settings import Settings
@@ -50,14 +58,15 @@ def memory(words: str, batch: int = 16) -> Memory:
 def test_each_saver_saves_what_it_is_for() -> None:
     none = memory("data=2 microbatches=2")
     assert memory("data=2 microbatches=4").activations == none.activations / 2
-    assert memory("data=2 microbatches=2 recompute=full").activations < none.activations / 10
+    assert memory("data=2 microbatches=2 recompute=full").activations < none.activations / 8
     assert memory("data=2 microbatches=2 recompute=selective").activations < none.activations
     sqrt = memory("data=2 microbatches=2 recompute=sqrt")
-    assert sqrt.activations < memory("data=2 microbatches=2 recompute=full").activations < none.activations
+    full = memory("data=2 microbatches=2 recompute=full")
+    assert full.activations < sqrt.activations < none.activations  # a segment is made again, not a layer
     budget = memory("data=2 microbatches=2 recompute=budget:20GiB")
-    assert budget.activations == 20 * 2**30
+    assert 20 * 2**30 < budget.activations < none.activations
     gist = memory("data=2 microbatches=2 compress=gist-fp8")
-    assert gist.activations == none.activations / 2
+    assert gist.activations == pytest.approx(none.activations / 2, rel=0.02)
     assert memory("data=2 microbatches=2 zero=1").optimizer == none.optimizer / 2
     assert memory("data=2 microbatches=2 gradients=same").gradients == none.gradients / 2
     assert memory("data=2 microbatches=2 masters=false").optimizer == none.optimizer / 3
@@ -69,7 +78,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     for word, part in (("optimizer", none.optimizer), ("parameters", none.parameters)):
         offloaded = memory(f"data=2 microbatches=2 offload={word}")
         assert getattr(offloaded, word) == 0
-        assert offloaded.host == part
+        assert offloaded.host >= part
     offloaded = memory("data=2 microbatches=2 offload=activations")
     assert offloaded.activations + offloaded.host == pytest.approx(none.activations)
     assert offloaded.activations < none.activations / 8
@@ -79,3 +88,17 @@ def test_gathered_layers_are_temporary() -> None:
     stage = stage_kinds(LLAMA, 1)[0]
     assert fixed_memory(LLAMA, ECHELON, Settings(data=8), stage).gathered == 0
     assert fixed_memory(LLAMA, ECHELON, Settings(data=8, zero=3), stage).gathered > 0
+
+
+def test_logits_are_saved_unless_they_are_computed_with_their_loss() -> None:
+    tokens, logits = 512, 512 * 2048
+    shape = replace(LLAMA, vocab=2048, hidden=256)
+    norm = 2 * 4 * tokens * 256
+    whole = head_bytes(shape, ECHELON, Settings(precision="fp32"), tokens)
+    assert whole.saved == norm + 8 * logits
+    assert whole.peak == whole.saved + 4 * logits
+    fused = head_bytes(shape, ECHELON, Settings(precision="bf16"), tokens)
+    assert fused.saved == norm / 2
+    small = head_bytes(replace(shape, vocab=512), ECHELON, Settings(precision="bf16"), tokens)
+    assert small.saved == norm / 2 + 6 * tokens * 512
+    assert head_bytes(shape, MEGATRON, Settings(), tokens).saved == 0

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from echelon.planner.foresight.layer import LayerCosts
+from echelon.planner.foresight.layer import LayerCosts, activation_bytes
 from echelon.planner.foresight.practice import Practice
 from echelon.planner.foresight.prediction import Memory
 from echelon.planner.foresight.schedules import kept_microbatches
@@ -11,6 +11,8 @@ from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.stages import StageKind
 from echelon.planner.foresight.states import StateBytes, state_bytes
 from echelon.planner.shape.shape import ModelShape
+
+_FUSED_VOCABULARY = 1024  # a smaller head is not computed together with its loss
 
 
 @lru_cache(maxsize=4096)
@@ -73,15 +75,38 @@ def stage_states(shape: ModelShape, settings: Settings, stage: StageKind) -> Sta
     return StateBytes(*(one + other for one, other in zip(dense, routed, strict=True)))
 
 
+class HeadBytes(NamedTuple):
+    """Bytes of the head: saved for the backward pass of a microbatch, and all of it at the peak."""
+
+    saved: float
+    peak: float
+
+
+def head_bytes(shape: ModelShape, practice: Practice, settings: Settings, tokens: int) -> HeadBytes:
+    """Return what logits and their loss hold."""
+    unit = activation_bytes(settings)
+    logits = tokens * shape.vocab / settings.tensor
+    if not practice.most_logits:
+        # With tensor ranks, the head's input is gathered, and its gradient.
+        gathered = 2 * unit * tokens * shape.hidden if settings.tensor > 1 else 0.0
+        return HeadBytes(0.0, practice.logit_bytes * logits + gathered)
+    norm = 2 * unit * tokens * shape.hidden
+    if settings.tensor == 1 and unit < 4 and shape.vocab >= _FUSED_VOCABULARY:
+        return HeadBytes(norm, norm + min(practice.logit_bytes * logits, practice.most_logits))
+    saved = norm + (unit + max(4.0, unit)) * logits  # the logits, and what their loss made of them
+    return HeadBytes(saved, saved + unit * logits)
+
+
 class StageMemory(NamedTuple):
     """What one rank of a stage holds whatever its microbatches are."""
 
     states: StateBytes
     gathered: float  # weights and gradients of the layers that compute now
+    reduced: float  # gradients of the layer whose sum is under way
     fills_first: bool  # see `kept_microbatches`
 
-    def at_peak(self, settings: Settings, stage: StageKind, costs: LayerCosts, logits: float) -> Memory:
-        """Return the bytes at the peak of a step. `logits`: those of the head."""
+    def at_peak(self, settings: Settings, stage: StageKind, costs: LayerCosts, head: HeadBytes) -> Memory:
+        """Return the bytes at the peak of a step."""
         kept = kept_microbatches(
             settings.schedule,
             settings.pipeline,
@@ -91,18 +116,22 @@ class StageMemory(NamedTuple):
             fills_first=self.fills_first,
         )
         activations, remade = _activations(settings, stage, costs, kept)
+        logits = kept * head.saved if stage.head else 0.0
+        held = max(remade, logits)  # logits are gone before layers are made again
         parameters, gradients, optimizer = self.states
         host = 0.0
         if settings.offload:
             if "optimizer" in settings.offload:
-                host, optimizer = host + optimizer, 0.0
+                host, optimizer = host + optimizer + gradients + parameters, 0.0  # copies of both too
             if "parameters" in settings.offload:
                 host, parameters = host + parameters, 0.0
             if "activations" in settings.offload:  # those of two layers are on the device
                 part = min(1.0, 2 / max(1.0, stage.layers * kept)) * activations
                 host, activations = host + activations - part, part
-        temporary = self.gathered + max(remade, logits if stage.head else 0.0)
-        return Memory(parameters, gradients, optimizer, activations, 0.0, temporary, host)
+        temporary = self.gathered + max(0.0, head.peak - held if stage.head else 0.0)
+        return Memory(
+            parameters, gradients + self.reduced, optimizer, activations + held, 0.0, temporary, host
+        )
 
 
 def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stage: StageKind) -> StageMemory:
@@ -115,11 +144,10 @@ def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stag
         gathered += whole.parameters + whole.gradients
     elif settings.zero == 3 or "parameters" in settings.offload:  # the layer that computes, and the next one
         gathered += 2 * largest * settings.weight_bytes
-    if settings.zero >= 2 and settings.shards > 1:
-        gathered += largest * settings.gradient_bytes
+    reduced = largest * settings.gradient_bytes if settings.zero >= 2 and settings.shards > 1 else 0.0
     if settings.update != "step":  # a gradient is gone as soon as its unit is updated
         states = states._replace(gradients=min(states.gradients, 2 * largest * settings.gradient_bytes))
-    return StageMemory(states, gathered, practice.fills_first)
+    return StageMemory(states, gathered, reduced, practice.fills_first)
 
 
 def _largest_unit(shape: ModelShape, settings: Settings, stage: StageKind) -> float:

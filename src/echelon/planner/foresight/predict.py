@@ -22,7 +22,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.checks import fit_errors
 from echelon.planner.foresight.collectives import hop_seconds
 from echelon.planner.foresight.layer import LayerCosts, activation_bytes, layer_costs
-from echelon.planner.foresight.memory import StageMemory, fixed_memory
+from echelon.planner.foresight.memory import HeadBytes, StageMemory, fixed_memory, head_bytes
 from echelon.planner.foresight.passes import Pass, stage_pass
 from echelon.planner.foresight.practice import ECHELON, Practice
 from echelon.planner.foresight.prediction import Memory, Prediction, Seconds
@@ -32,7 +32,6 @@ from echelon.planner.foresight.sharing import StepEnd, step_end
 from echelon.planner.foresight.stages import StageKind, stage_kinds
 from echelon.planner.shape.shape import ModelShape
 
-_FUSED_VOCABULARY = 1024  # a smaller head is not computed together with its loss
 _BEHIND_BACKWARD = 0.8  # of a microbatch, that updates of the host can hide behind
 
 
@@ -51,7 +50,7 @@ class _Passes(NamedTuple):
     totals: tuple[float, ...]  # seconds of each stage, not of each kind
     slowest: Pass
     hop: float
-    logits: float
+    head: HeadBytes
 
 
 def predict(
@@ -93,7 +92,7 @@ class Forecast:
         passes = self._passes.get((size, key)) or self._compute_passes(key, once.kinds, size)
         seconds = self._seconds(settings, once.end, passes)
         memory = tuple(
-            fixed.at_peak(settings, stage, passes.costs, passes.logits)
+            fixed.at_peak(settings, stage, passes.costs, passes.head)
             for fixed, stage in zip(once.memory, once.kinds, strict=True)
         )
         return self._prediction(settings, once.kinds, memory, seconds, batch)
@@ -114,13 +113,9 @@ class Forecast:
             part.total for part, stage in zip(each, kinds, strict=True) for _ in range(stage.number)
         )
         tokens = -(-size * self.shape.sequence // key.context)
-        logits = self.practice.logit_bytes * tokens * self.shape.vocab / key.tensor
-        if self.practice.most_logits and self.shape.vocab >= _FUSED_VOCABULARY:
-            logits = min(logits, self.practice.most_logits)
-        if key.tensor > 1:  # the head's input, gathered, and its gradient
-            logits += 2 * activation_bytes(key) * tokens * self.shape.hidden
+        head = head_bytes(self.shape, self.practice, key, tokens)
         passes = self._passes[size, key] = _Passes(
-            costs, totals, max(each, key=lambda part: part.total), self._hop(key, tokens), logits
+            costs, totals, max(each, key=lambda part: part.total), self._hop(key, tokens), head
         )
         return passes
 
