@@ -95,10 +95,12 @@ def test_logits_are_saved_unless_they_are_computed_with_their_loss() -> None:
     shape = replace(LLAMA, vocab=2048, hidden=256)
     norm = 2 * 4 * tokens * 256
     whole = head_bytes(shape, ECHELON, Settings(precision="fp32"), tokens)
-    assert whole.saved == norm + 8 * logits
+    assert whole.saved == norm + 4 * logits
     assert whole.peak == whole.saved + 4 * logits
     fused = head_bytes(shape, ECHELON, Settings(precision="bf16"), tokens)
     assert fused.saved == norm / 2
+    split = head_bytes(shape, ECHELON, Settings(precision="fp32", tensor=2), tokens)
+    assert split.saved == norm + 8 * logits / 2
     small = head_bytes(replace(shape, vocab=512), ECHELON, Settings(precision="bf16"), tokens)
     assert small.saved == norm / 2 + 6 * tokens * 512
     assert head_bytes(shape, MEGATRON, Settings(), tokens).saved == 0

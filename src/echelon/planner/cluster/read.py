@@ -1,4 +1,4 @@
-"""Clusters by name (`h100:1024`, `a100-80:64`), or from a TOML file of the same form as `calibration/*.toml`.
+"""Clusters by name (`h100:1024`, or `cpu:2` for this machine), or from a TOML file like `calibration/*.toml`.
 
 A file has all figures of a device and its links, and may start from one that is here:
 
@@ -23,6 +23,7 @@ _FOLDER = Path(__file__).resolve().parent.parent / "calibration"
 _KERNELS = ("matrix", "matrix_knee", "fp8", "fp4", "attention", "stream", "launch")
 _DEVICE = ("memory", "bandwidth", "cores", *_KERNELS)
 _NODE = ("per_node", "host_memory", "host_bandwidth", "stragglers", "price")
+CPU = "cpu"  # of this machine, measured
 _LINKS = ("inside", "between", "host")
 _MOST_DEVICES = 10**6
 
@@ -38,12 +39,16 @@ def read_cluster(text: str) -> Cluster:
         return _from_file(Path(text))
     name, _, digits = text.partition(":")
     errors = []
-    if name not in device_names():
-        errors.append(f"'{name}' is not a device{did_you_mean(name, device_names())}")
+    if name not in (*device_names(), CPU):
+        errors.append(f"'{name}' is not a device{did_you_mean(name, (*device_names(), CPU))}")
     count = digits or "1"
     if not (count.isascii() and count.isdecimal() and 1 <= int(count[:9]) <= _MOST_DEVICES):
         errors.append(f"'{digits}' devices: must be an integer from 1 to {_MOST_DEVICES:,}, like h100:64")
     raise_errors(f"cluster '{text}'", errors)
+    if name == CPU:
+        from echelon.planner.cluster.measured import measure_cpu  # a second of torch
+
+        return measure_cpu(int(count))
     return make_cluster(calibration(name), int(count))
 
 

@@ -241,9 +241,9 @@ def saved_bytes(
     scores = 0.0 if practice.flash else practice.saves_scores * shape.heads * sequence / ranks
     share = ranks if settings.sequence else 1
     dense = tokens * (whole / share + split / ranks)
-    kept = dense
-    if practice.remakes:  # the parts that recompute=selective makes again are not kept
-        kept = dense * (1 - practice.frees)
+    kept = dense * (1 - practice.frees)  # recompute=selective makes the rest again
+    if shape.norm_vectors == 1:  # RMSNorm
+        dense += tokens * 2 * practice.norm_bytes * shape.hidden / share
     checkpoint = unit * tokens * shape.hidden / share
     if settings.split_checkpoints:
         checkpoint /= ranks

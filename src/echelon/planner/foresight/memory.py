@@ -90,10 +90,12 @@ def head_bytes(shape: ModelShape, practice: Practice, settings: Settings, tokens
         # With tensor ranks, the head's input is gathered, and its gradient.
         gathered = 2 * unit * tokens * shape.hidden if settings.tensor > 1 else 0.0
         return HeadBytes(0.0, practice.logit_bytes * logits + gathered)
-    norm = 2 * unit * tokens * shape.hidden
+    norm = (2 * unit + (practice.norm_bytes if shape.norm_vectors == 1 else 0.0)) * tokens * shape.hidden
     if settings.tensor == 1 and unit < 4 and shape.vocab >= _FUSED_VOCABULARY:
         return HeadBytes(norm, norm + min(practice.logit_bytes * logits, practice.most_logits))
-    saved = norm + (unit + max(4.0, unit)) * logits  # the logits, and what their loss made of them
+    # The logits, and what their loss made of them; a large head of one rank keeps only that.
+    is_large = settings.tensor == 1 and shape.vocab >= _FUSED_VOCABULARY
+    saved = norm + (max(4.0, unit) + (0.0 if is_large else unit)) * logits
     return HeadBytes(saved, saved + unit * logits)
 
 
@@ -144,7 +146,9 @@ def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stag
         gathered += whole.parameters + whole.gradients
     elif settings.zero == 3 or "parameters" in settings.offload:  # the layer that computes, and the next one
         gathered += 2 * largest * settings.weight_bytes
-    reduced = largest * settings.gradient_bytes if settings.zero >= 2 and settings.shards > 1 else 0.0
+    # A layer's gradient is whole until it is summed; then each rank keeps its shard.
+    others = 1 - 1 / settings.shards if settings.zero >= 2 else 0.0
+    reduced = others * largest * settings.gradient_bytes
     if settings.update != "step":  # a gradient is gone as soon as its unit is updated
         states = states._replace(gradients=min(states.gradients, 2 * largest * settings.gradient_bytes))
     return StageMemory(states, gathered, reduced, practice.fills_first)

@@ -30,6 +30,7 @@ class Practice:
     remakes          share of a layer that recompute=selective makes again, beside scores
     frees            share of a layer's saved bytes that recompute=selective frees, beside scores
     gated_inputs     numbers saved per hidden number of a gated feed-forward part, beside its product
+    norm_bytes       bytes per hidden number that RMSNorm saves beside its input, where it is not one kernel
     keeps_gathered   zero=3 with a pipeline gathers weights once in a step, and sums gradients whole
     fills_first      interleaved schedules with as many microbatches as stages run all forwards first
     saves_scores     bytes per score that the backward pass needs, without flash
@@ -58,6 +59,7 @@ class Practice:
     remakes: float = 0.0
     frees: float = 0.0
     gated_inputs: float = 2.0
+    norm_bytes: float = 0.0
     keeps_gathered: bool = False
     fills_first: bool = False
     saves_scores: float = 5.0
@@ -84,6 +86,8 @@ ECHELON = Practice(
     most_logits=2 * 2**30,
     fills_first=True,
 )
+# On a processor, RMSNorm is several kernels of torch, and each saves what it was given.
+ECHELON_CPU = replace(ECHELON, name="echelon on a processor", norm_bytes=6.0)
 MEGATRON_2021 = Practice(
     "Megatron-LM of 2021, Megatron-DeepSpeed",
     flash=False,

@@ -19,12 +19,13 @@ from typing import NamedTuple, final
 from echelon.errors import raise_errors
 from echelon.plan import Plan
 from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cluster.read import CPU
 from echelon.planner.foresight.checks import fit_errors
 from echelon.planner.foresight.collectives import hop_seconds
 from echelon.planner.foresight.layer import LayerCosts, activation_bytes, layer_costs
 from echelon.planner.foresight.memory import HeadBytes, StageMemory, fixed_memory, head_bytes
 from echelon.planner.foresight.passes import Pass, stage_pass
-from echelon.planner.foresight.practice import ECHELON, Practice
+from echelon.planner.foresight.practice import ECHELON, ECHELON_CPU, Practice
 from echelon.planner.foresight.prediction import Memory, Prediction, Seconds
 from echelon.planner.foresight.schedules import step_seconds
 from echelon.planner.foresight.settings import Settings, settings_of
@@ -68,9 +69,10 @@ def predict(
 
 
 @lru_cache(maxsize=64)
-def forecast_of(shape: ModelShape, cluster: Cluster, practice: Practice = ECHELON) -> "Forecast":
-    """Return the forecast of a model on a cluster; the same one each time."""
-    return Forecast(shape, cluster, practice)
+def forecast_of(shape: ModelShape, cluster: Cluster, practice: Practice | None = None) -> "Forecast":
+    """Return the forecast of a model on a cluster, the same one each time; by default of echelon."""
+    own = ECHELON_CPU if cluster.device.name == CPU else ECHELON
+    return Forecast(shape, cluster, practice or own)
 
 
 @final
