@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.main import run
+from echelon.models import preset
+from echelon.models.hf.config import config_to_hf
+from echelon.train.jobs.job_file import read_job
 from tests.planner.validate.test_rows import ROW
 
 BASE = ["plan", "llama3-8b", "--cluster", "h100:8", "--batch", "16", "--sequence", "4096"]
@@ -47,7 +50,20 @@ def test_the_best_plan_is_written_as_a_job(tmp_path: Path, capsys: pytest.Captur
     assert job["model"] == {"preset": "llama3-8b"}
     found = as_json(capsys, *BASE) if capsys.readouterr() else {}
     assert job["plan"] == found["plans"][0]["plan"]
+    assert read_job(file).plan == job["plan"]
     assert run([*BASE, "--emit", str(tmp_path / "no" / "job.toml")]) == 2
+
+
+def test_a_job_for_a_folder_of_hugging_face_has_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_to_hf(preset("llama-tiny"), "bfloat16")))
+    words = ["--cluster", "h100:1", "--batch", "2", "--plan", "data=1", "--emit", str(tmp_path / "job.toml")]
+    assert run(["plan", str(config), *words]) == 0
+    assert tomllib.loads((tmp_path / "job.toml").read_text())["model"] == {"weights": str(tmp_path)}
+    assert run(["plan", "gpt-530b", *words]) == 2
+    assert "is only a shape" in capsys.readouterr().err
 
 
 def test_bad_input_lists_every_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """echelon plan: predict a plan, search the best ones, or compare predictions with published runs."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,9 +69,11 @@ def plan(
     assert size is not None
     assert count is not None
     if plan_text is not None:
-        _predict(shape, machines, plan_text, size, tokens, emit, as_json)
+        _predict(shape, machines, plan_text, size, tokens, as_json)
+        _emit(emit, str(model), plan_text, size, tokens)
     else:
-        _search(shape, machines, size, tokens, precision, count, emit, as_json)
+        best = _search(shape, machines, size, tokens, precision, count, as_json)
+        _emit(emit, str(model), best, size, tokens)
 
 
 def _numbers(
@@ -116,7 +119,6 @@ def _predict(
     text: str,
     batch: int,
     sequence: int | None,
-    emit: Path | None,
     as_json: bool,
 ) -> None:
     from echelon.plan import Plan
@@ -124,7 +126,6 @@ def _predict(
 
     parsed = Plan.parse(text)
     prediction = predict(shape, parsed, machines, batch, sequence)
-    _emit(emit, shape.name, str(parsed), batch, sequence)
     if as_json:
         print_json({"model": shape.name, "plan": str(parsed), **prediction.to_dict()})
     else:
@@ -138,20 +139,19 @@ def _search(
     sequence: int | None,
     precision: str,
     top: int,
-    emit: Path | None,
     as_json: bool,
-) -> None:
+) -> str:
+    """Show the best plans, and return the best."""
     from echelon.planner.searching.search import search
 
     result = search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
-    if result.best:
-        _emit(emit, shape.name, result.best[0].plan, batch, sequence)
     if as_json:
         print_json({"model": shape.name, **result.to_dict()})
     else:
         _show_search(result, console(as_json))
     if not result.best:
         raise typer.Exit(1)
+    return result.best[0].plan
 
 
 def _show_prediction(prediction: "Prediction", screen: Console) -> None:
@@ -195,15 +195,28 @@ def _show_search(result: "SearchResult", screen: Console) -> None:
 
 
 def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
+    """Write a job file for the plan, if there is a path."""
     if path is None:
         return
     lines = [f'plan = "{plan_text}"', f"batch = {batch}"]
     lines += [f"sequence = {sequence}"] if sequence else []
-    lines += ["", "[model]", f'preset = "{model}"', ""]
+    lines += ["", "[model]", _model_line(model), ""]
     try:
         path.write_text("\n".join(lines), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--emit {path}: cannot be written: {error}") from error
+
+
+def _model_line(model: str) -> str:
+    from echelon.models.build import presets
+
+    if model in presets():
+        return f'preset = "{model}"'
+    path = Path(model)
+    if not path.exists():
+        raise UserError(f"--emit: '{model}' is only a shape, which echelon train cannot build; drop --emit")
+    folder = path if path.is_dir() else path.parent
+    return f"weights = {json.dumps(str(folder))}"
 
 
 def _validate(path: Path, as_json: bool) -> None:
