@@ -9,6 +9,7 @@ from echelon.planner.foresight.practice import (
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_2026,
     MEGATRON_UNFUSED,
     TORCHTITAN,
     Practice,
@@ -28,6 +29,9 @@ from echelon.planner.validate.practices import practice_of
         ({"source": "a paper", "gpu": "V100"}, MEGATRON_2021),
         ({"source": "a paper", "precision": "fp16", "recompute": "selective+SP"}, MEGATRON_2022),
         ({"source": "PyTorch FSDP", "gpu": "a100"}, FOUNDRY),
+        ({"source": "NVIDIA Megatron-Bridge perf summary 26.06", "gpu": "DGX-GB200"}, MEGATRON_2026),
+        ({"source": "NVIDIA Megatron-Bridge perf summary 26.06", "gpu": "DGX-H100"}, MEGATRON),
+        ({"source": "NVIDIA Megatron-Bridge perf summary 26.04", "gpu": "DGX-GB200"}, MEGATRON),
         ({"source": "golden", "attention": "unfused"}, MEGATRON_UNFUSED),
     ],
 )

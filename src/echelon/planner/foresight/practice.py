@@ -119,6 +119,8 @@ MEGATRON = Practice(
     hide_expert=0.4,
     hide_gathers=0.8,
 )
+# Later releases on NVL72: fewer kernels around experts, and their messages behind other work.
+MEGATRON_2026 = replace(MEGATRON, name="Megatron Core of mid-2026 on NVL72", traffic=1.3, hide_expert=0.8)
 MLPERF = replace(MEGATRON, name="NVIDIA's MLPerf submissions (CUDA graphs)", host_layer=0.0)
 TORCHTITAN = Practice(
     "torchtitan",

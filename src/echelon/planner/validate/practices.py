@@ -1,5 +1,6 @@
 """Which program made a published run: by what its row says of the source."""
 
+import re
 from collections.abc import Mapping
 
 from echelon.planner.foresight.practice import (
@@ -9,6 +10,7 @@ from echelon.planner.foresight.practice import (
     MEGATRON,
     MEGATRON_2021,
     MEGATRON_2022,
+    MEGATRON_2026,
     MEGATRON_UNFUSED,
     MLPERF,
     TORCHTITAN,
@@ -29,10 +31,18 @@ _BY_SOURCE = (
 )
 
 
+_RELEASE = re.compile(r"Megatron-Bridge.* (\d\d)\.(\d\d)")
+_FEWER_KERNELS = (26, 6)  # year and month of the release
+
+
 def practice_of(row: Mapping[str, str]) -> Practice:
     """The program that a row is of; where it does not say, one of the time of its device and types."""
     if row.get("attention") == "unfused":
         return MEGATRON_UNFUSED
+    release = _RELEASE.search(row["source"])
+    is_late = release is not None and (int(release[1]), int(release[2])) >= _FEWER_KERNELS
+    if is_late and "gb" in row.get("gpu", "").lower():
+        return MEGATRON_2026
     practice = next((each for word, each in _BY_SOURCE if word in row["source"]), None) or _usual(row)
     if practice is FOUNDRY and "h100" in row.get("gpu", "").lower():
         return FOUNDRY_HOPPER
