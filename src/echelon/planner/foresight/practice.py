@@ -147,6 +147,15 @@ FOUNDRY = Practice(
 )
 # Its attention in Triton was written for Ampere, and reaches less of what Hopper can do.
 FOUNDRY_HOPPER = replace(FOUNDRY, name="llm-foundry (FSDP) on Hopper", traffic=2.69, attention=0.45)
+# Megatron's own tests: tiny models, deterministic kernels, and a host that checks and logs each step.
+MEGATRON_TESTS = replace(
+    MEGATRON,
+    name="Megatron Core's tests",
+    host_layer=2.5e-3,
+    host_sparse=1.5,
+    host_microbatch=10e-3,
+    host_step=2e-3,
+)
 MEGATRON_UNFUSED = replace(
-    MEGATRON, name="Megatron Core with unfused attention", flash=False, skips_masked=False
+    MEGATRON_TESTS, name="Megatron Core's tests with unfused attention", flash=False, skips_masked=False
 )

@@ -11,6 +11,7 @@ from echelon.planner.foresight.practice import (
     MEGATRON_2021,
     MEGATRON_2022,
     MEGATRON_2026,
+    MEGATRON_TESTS,
     MEGATRON_UNFUSED,
     MLPERF,
     TORCHTITAN,
@@ -37,8 +38,8 @@ _FEWER_KERNELS = (26, 6)  # year and month of the release
 
 def practice_of(row: Mapping[str, str]) -> Practice:
     """The program that a row is of; where it does not say, one of the time of its device and types."""
-    if row.get("attention") == "unfused":
-        return MEGATRON_UNFUSED
+    if "attention" in row:  # only Megatron's tests say it
+        return MEGATRON_UNFUSED if row["attention"] == "unfused" else MEGATRON_TESTS
     release = _RELEASE.search(row["source"])
     is_late = release is not None and (int(release[1]), int(release[2])) >= _FEWER_KERNELS
     if is_late and "gb" in row.get("gpu", "").lower():
