@@ -299,7 +299,7 @@ LAYERS = (
     Layer(("verify",), ("report",), "what a person looks at"),
     Layer(("train",), (), "a whole run"),
     Layer(("engine",), (), "parallelize() composes a plan; steps"),
-    Layer(("update", "memory", "planner"), (), "gradients to weights; less memory; splits layers"),
+    Layer(("update", "memory", "planner"), (), "gradients to weights; less memory; predicts"),
     Layer(("parallel",), (), "strategies that divide the work"),
     Layer(("nn",), (), "how modules are called"),
     Layer(("state",), (), "who owns what; state in files"),
@@ -340,7 +340,7 @@ def draw_layers() -> str:
         picture.box(side, top + 4 + index * row, 104, 34, GREEN, name, dashed=planned)
     picture.box(left, foot - 11, 22, 14, BLUE, dashed=True)
     picture.words(left + 30, foot, "planned", 12, colour=QUIET)
-    note = "A room on the right is used by train and above, never by a strategy."
+    note = "A room on the right is used by train and above, and by the planner, never by a strategy."
     picture.words(left + 110, foot, note, 12, colour=QUIET)
     return picture.svg()
 

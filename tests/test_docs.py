@@ -402,7 +402,10 @@ def test_imports_point_downward_as_the_picture_shows() -> None:
                     f"{file.name} imports {imported}"
                 )
             elif imported in generate.BESIDE.packages:
-                assert level[package] <= lowest_user_of_beside, f"{file.name} imports {imported}"
+                # Sizes of models are plain data, which the planner reads too.
+                assert level[package] <= lowest_user_of_beside or package == "planner", (
+                    f"{file.name} imports {imported}"
+                )
             else:
                 assert level[package] < level[imported], f"{file.name} of {package} imports {imported}"
     existing = {

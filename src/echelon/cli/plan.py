@@ -1,0 +1,240 @@
+"""echelon plan: predict a plan, search the best ones, or compare predictions with published runs."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from echelon.cli.options import Json, console, print_json, read_count
+from echelon.errors import UserError, raise_errors
+from echelon.quantities import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from echelon.planner.cluster.cluster import Cluster
+    from echelon.planner.foresight.prediction import Prediction
+    from echelon.planner.searching.search import SearchResult
+    from echelon.planner.shape.shape import ModelShape
+    from echelon.planner.validate.report import SourceErrors
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+
+Model = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="A preset, or a config.json of Hugging Face.")
+]
+ClusterText = Annotated[
+    str | None, typer.Option("--cluster", help="Devices and their number, like h100:64; or a TOML file.")
+]
+Batch = Annotated[str | None, typer.Option(metavar="INTEGER", help="Sequences in a step, over all replicas.")]
+Sequence = Annotated[
+    str | None, typer.Option(metavar="INTEGER", help="Tokens in a sequence, if not the model's.")
+]
+PlanText = Annotated[str | None, typer.Option("--plan", help="Predict this plan only.")]
+Precision = Annotated[str, typer.Option(help=f"Of the search: {', '.join(_PRECISIONS)}.")]
+Top = Annotated[str, typer.Option(metavar="INTEGER", help="How many plans to show.")]
+Emit = Annotated[Path | None, typer.Option(help="Write a job file with the best plan, for echelon train.")]
+Validate = Annotated[
+    Path | None, typer.Option(help="Compare predictions with the published runs of this CSV file.")
+]
+
+
+def plan(
+    model: Model = None,
+    cluster: ClusterText = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    plan_text: PlanText = None,
+    precision: Precision = "bf16",
+    top: Top = "10",
+    emit: Emit = None,
+    validate: Validate = None,
+    as_json: Json = False,
+) -> None:
+    """Predict memory and time of plans on a cluster, and find the fastest that fits."""
+    if validate is not None:
+        _validate(validate, as_json)
+        return
+    errors: list[str] = []
+    numbers = _numbers(batch, sequence, top, errors)
+    if precision not in _PRECISIONS:
+        errors.append(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    shape, machines = _inputs(model, cluster, errors)
+    raise_errors("echelon plan", errors)
+    assert shape is not None
+    assert machines is not None
+    size, tokens, count = numbers
+    assert size is not None
+    assert count is not None
+    if plan_text is not None:
+        _predict(shape, machines, plan_text, size, tokens, as_json)
+        _emit(emit, str(model), plan_text, size, tokens)
+    else:
+        best = _search(shape, machines, size, tokens, precision, count, as_json)
+        _emit(emit, str(model), best, size, tokens)
+
+
+def _numbers(
+    batch: str | None, sequence: str | None, top: str, errors: list[str]
+) -> tuple[int | None, int | None, int | None]:
+    if batch is None:
+        errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
+    return (
+        read_count("--batch", batch, errors),
+        read_count("--sequence", sequence, errors),
+        read_count("--top", top, errors),
+    )
+
+
+def _inputs(
+    model: str | None, cluster: str | None, errors: list[str]
+) -> tuple["ModelShape | None", "Cluster | None"]:
+    from echelon.planner.cluster.read import device_names, read_cluster
+    from echelon.planner.shape.huggingface import read_shape
+
+    shape, machines = None, None
+    try:
+        if model is None:
+            errors.append("MODEL: is missing; give a preset, like llama3-8b, or a config.json")
+        else:
+            shape = read_shape(model)
+    except UserError as error:
+        errors += error.errors or [error.title]
+    try:
+        if cluster is None:
+            names = ", ".join(device_names())
+            errors.append(f"--cluster: is missing; give a device and a number, like h100:64, of {names}")
+        else:
+            machines = read_cluster(cluster)
+    except UserError as error:
+        errors += error.errors or [error.title]
+    return shape, machines
+
+
+def _predict(
+    shape: "ModelShape",
+    machines: "Cluster",
+    text: str,
+    batch: int,
+    sequence: int | None,
+    as_json: bool,
+) -> None:
+    from echelon.plan import Plan
+    from echelon.planner.foresight.predict import predict
+
+    parsed = Plan.parse(text)
+    prediction = predict(shape, parsed, machines, batch, sequence)
+    if as_json:
+        print_json({"model": shape.name, "plan": str(parsed), **prediction.to_dict()})
+    else:
+        _show_prediction(prediction, console(as_json))
+
+
+def _search(
+    shape: "ModelShape",
+    machines: "Cluster",
+    batch: int,
+    sequence: int | None,
+    precision: str,
+    top: int,
+    as_json: bool,
+) -> str:
+    """Show the best plans, and return the best."""
+    from echelon.planner.searching.search import search
+
+    result = search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
+    if as_json:
+        print_json({"model": shape.name, **result.to_dict()})
+    else:
+        _show_search(result, console(as_json))
+    if not result.best:
+        raise typer.Exit(1)
+    return result.best[0].plan
+
+
+def _show_prediction(prediction: "Prediction", screen: Console) -> None:
+    """Print the bytes of each stage that differs, and the parts of a step."""
+    names = [
+        name for name in prediction.memory[0]._fields if any(getattr(m, name) for m in prediction.memory)
+    ]
+    table = Table("stage", *names, "peak")
+    for stage, memory in zip(prediction.stages, prediction.memory, strict=True):
+        table.add_row(
+            str(stage), *(show_bytes(getattr(memory, name)) for name in names), show_bytes(memory.peak)
+        )
+    screen.print(table)
+    parts = prediction.seconds._asdict()
+    shown = [f"{name} {show_seconds(value)}" for name, value in parts.items() if value]
+    screen.print(f"A step: {show_seconds(prediction.step_seconds)}: {', '.join(shown)}")
+    fits = "fits" if prediction.fits else f"does not fit {show_bytes(prediction.capacity)} per device"
+    screen.print(
+        f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}, HFU {prediction.hfu:.1%}; "
+        f"{show_bytes(prediction.peak)} at the peak: {fits}"
+    )
+
+
+def _show_search(result: "SearchResult", screen: Console) -> None:
+    """Print a row per plan, and why others were cut."""
+    if not result.best:
+        screen.print(result.advice)
+        return
+    table = Table("plan", "step", "MFU", "bubble", "memory")
+    for plan_text, prediction in result.best:
+        table.add_row(
+            Text(plan_text),
+            show_seconds(prediction.step_seconds),
+            f"{prediction.mfu:.1%}",
+            f"{prediction.bubble:.1%}",
+            show_bytes(prediction.peak),
+        )
+    screen.print(table)
+    for reason, count in sorted(result.cut.items(), key=lambda each: -each[1]):
+        screen.print(f"{count:,} plans cut: {reason}", markup=False)
+
+
+def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
+    """Write a job file for the plan, if there is a path."""
+    if path is None:
+        return
+    lines = [f'plan = "{plan_text}"', f"batch = {batch}"]
+    lines += [f"sequence = {sequence}"] if sequence else []
+    lines += ["", "[model]", _model_line(model), ""]
+    try:
+        path.write_text("\n".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--emit {path}: cannot be written: {error}") from error
+
+
+def _model_line(model: str) -> str:
+    from echelon.models.build import presets
+
+    if model in presets():
+        return f'preset = "{model}"'
+    path = Path(model)
+    if not path.exists():
+        raise UserError(f"--emit: '{model}' is only a shape, which echelon train cannot build; drop --emit")
+    folder = path if path.is_dir() else path.parent
+    return f"weights = {json.dumps(str(folder))}"
+
+
+def _validate(path: Path, as_json: bool) -> None:
+    from echelon.planner.validate.report import validate
+
+    sources = validate(path)
+    if as_json:
+        print_json({"sources": {name: errors.to_dict() for name, errors in sources.items()}})
+    else:
+        _show_errors(sources, console(as_json))
+
+
+def _show_errors(sources: dict[str, "SourceErrors"], screen: Console) -> None:
+    """Print a row per source."""
+    table = Table("source", "rows", "refused", "mean", "median", "largest", "memory, mean")
+    for name, errors in sources.items():
+        values = errors.to_dict()
+        shares = ("mean_error", "median_error", "max_error", "memory_mean_error")
+        cells = ["" if values[share] is None else f"{values[share]:.1%}" for share in shares]
+        table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
+    screen.print(table)

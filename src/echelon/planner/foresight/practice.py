@@ -1,0 +1,161 @@
+"""How a program runs a plan, where programs differ: which kernels are fused, and what hides behind what.
+
+A plan says what is shared among ranks; two programs with the same plan still differ in these. `ECHELON` is
+this library; the others describe the programs whose published runs the calibration is checked with.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Practice:
+    """One program's way to run a step.
+
+    flash            attention never writes the scores
+    skips_masked     causal attention leaves out the half that is masked
+    traffic          bytes that kernels between products move, as a multiple of those that they must
+    attention        rate of fused attention, as a share of the device's best
+    host_layer       seconds in which the host issues the kernels of a layer's forward pass
+    host_sparse      the same of a layer with experts, as a multiple
+    host_step        seconds of a step in which the device waits: data, logging, the optimizer's start
+    host_microbatch  seconds in which a stage waits for its host, per microbatch
+    hide_gradients   share of the backward pass of the last microbatch that hides gradients
+    hide_tensor      share of the messages of tensor ranks that is hidden behind products
+    hide_expert      share of the messages of experts that is hidden
+    hide_gathers     share of the computation of a layer that hides the gathers of zero=3
+    hide_transfers   share of the messages between stages that is hidden
+    gradient_bytes   bytes of a gradient that ranks exchange; 0: as the plan says
+    splits_transfers tensor ranks send each a part of what goes to the next stage
+    gather_share     share of a link's rate that gathers of zero=3 reach
+    remakes          share of a layer that recompute=selective makes again, beside scores
+    frees            share of a layer's saved bytes that recompute=selective frees, beside scores
+    gated_inputs     numbers saved per hidden number of a gated feed-forward part, beside its product
+    norm_bytes       bytes per hidden number that RMSNorm saves beside its input, where it is not one kernel
+    keeps_gathered   zero=3 with a pipeline gathers weights once in a step, and sums gradients whole
+    fills_first      interleaved schedules with as many microbatches as stages run all forwards first
+    saves_scores     bytes per score that the backward pass needs, without flash
+    logit_bytes      bytes per logit at the peak
+    logit_traffic    bytes per logit that the loss reads and writes, both ways
+    most_logits      bytes of logits at once, where the loss is computed in chunks; 0: all
+    """
+
+    name: str
+    flash: bool = True
+    skips_masked: bool = True
+    traffic: float = 1.0
+    attention: float = 1.0
+    host_layer: float = 0.0
+    host_step: float = 0.0
+    host_microbatch: float = 0.0
+    hide_gradients: float = 0.0
+    hide_tensor: float = 0.0
+    hide_expert: float = 0.0
+    host_sparse: float = 2.0
+    hide_gathers: float = 0.0
+    hide_transfers: float = 0.0
+    gradient_bytes: int = 0
+    splits_transfers: bool = True
+    gather_share: float = 1.0
+    remakes: float = 0.0
+    frees: float = 0.0
+    gated_inputs: float = 2.0
+    norm_bytes: float = 0.0
+    keeps_gathered: bool = False
+    fills_first: bool = False
+    saves_scores: float = 5.0
+    logit_bytes: float = 6.6
+    logit_traffic: float = 13.0
+    most_logits: float = 0.0
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+ECHELON = Practice(
+    "echelon",
+    traffic=2.4,
+    host_layer=0.5e-3,
+    host_step=2e-3,
+    logit_traffic=50.0,
+    hide_gradients=0.8,
+    hide_gathers=0.8,
+    splits_transfers=False,
+    remakes=0.1,
+    frees=0.5,
+    gated_inputs=3.0,
+    most_logits=2 * 2**30,
+    fills_first=True,
+)
+# On a processor, RMSNorm is several kernels of torch, and each saves what it was given.
+ECHELON_CPU = replace(ECHELON, name="echelon on a processor", norm_bytes=6.0)
+MEGATRON_2021 = Practice(
+    "Megatron-LM of 2021, Megatron-DeepSpeed",
+    flash=False,
+    skips_masked=False,
+    traffic=1.26,
+    host_layer=1.12e-3,
+    host_step=5.4e-3,
+    host_microbatch=2e-3,
+    gradient_bytes=2,
+)
+DEEPSPEED_2021 = replace(MEGATRON_2021, name="DeepSpeed ZeRO-3 of 2021", gather_share=0.15)
+MEGATRON_2022 = Practice(
+    "Megatron-LM of 2022, with sequence parallelism",
+    flash=False,
+    skips_masked=False,
+    traffic=0.8,
+    host_layer=0.5e-3,
+    host_step=5e-3,
+    gradient_bytes=4,
+)
+MEGATRON = Practice(
+    "Megatron Core",
+    traffic=2.4,
+    host_layer=0.3e-3,
+    host_sparse=3.0,
+    host_step=50e-3,
+    hide_gradients=0.86,
+    hide_tensor=0.9,
+    hide_expert=0.4,
+    hide_gathers=0.8,
+)
+# Later releases on NVL72: fewer kernels around experts, and their messages behind other work.
+MEGATRON_2026 = replace(MEGATRON, name="Megatron Core of mid-2026 on NVL72", traffic=1.3, hide_expert=0.8)
+MLPERF = replace(MEGATRON, name="NVIDIA's MLPerf submissions (CUDA graphs)", host_layer=0.0)
+TORCHTITAN = Practice(
+    "torchtitan",
+    traffic=0.86,
+    attention=0.64,
+    remakes=0.8,
+    frees=0.55,
+    keeps_gathered=True,
+    logit_bytes=14.0,
+    logit_traffic=28.0,
+    host_layer=0.3e-3,
+    host_step=10e-3,
+    hide_gradients=0.8,
+    hide_gathers=0.8,
+)
+FOUNDRY = Practice(
+    "llm-foundry (FSDP)",
+    traffic=2.23,
+    attention=0.70,
+    host_layer=0.6e-3,
+    host_step=10e-3,
+    hide_gradients=0.8,
+    hide_gathers=0.8,
+)
+# Its attention in Triton was written for Ampere, and reaches less of what Hopper can do.
+FOUNDRY_HOPPER = replace(FOUNDRY, name="llm-foundry (FSDP) on Hopper", traffic=2.69, attention=0.45)
+# Megatron's own tests: tiny models, deterministic kernels, and a host that checks and logs each step.
+MEGATRON_TESTS = replace(
+    MEGATRON,
+    name="Megatron Core's tests",
+    host_layer=2.5e-3,
+    host_sparse=1.5,
+    host_microbatch=10e-3,
+    host_step=2e-3,
+)
+MEGATRON_UNFUSED = replace(
+    MEGATRON_TESTS, name="Megatron Core's tests with unfused attention", flash=False, skips_masked=False
+)

@@ -1,0 +1,124 @@
+"""What a prediction reads of a plan, in numbers. A word of the plan that has no cost is refused by name."""
+
+from typing import NamedTuple
+
+from echelon.errors import raise_errors
+from echelon.plan import AUTO, Plan
+from echelon.planner.foresight.kernels import BYTES
+from echelon.quantities import read_bytes
+
+
+class Settings(NamedTuple):
+    """A plan in numbers; and what only other programs' runs have: fp8, experts without tensor ranks."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1  # of the tensor ranks, so many share each expert; the others take other tokens
+    chunks: int = 1
+    microbatches: int = 1
+    zero: int = 0
+    shard: int = 0
+    schedule: str = "1f1b"
+    sequence: bool = False
+    attention: str = "ring"
+    precision: str = "bf16"  # of products
+    recompute: str = "none"
+    budget: float = 0.0  # bytes, of recompute=budget
+    remade: float = 1.0  # share of layers that recompute=budget makes again
+    split_checkpoints: bool = False
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0  # that a rank keeps
+    message_bytes: float = 4.0  # of a gradient that ranks exchange
+    optimizer_bytes: float = 12.0
+    update: str = "step"
+    sync: str = "all-reduce"
+    offload: frozenset[str] = frozenset()
+    delay: int = 0
+    saved: float = 1.0  # share of saved activations that compression leaves
+    compiled: bool = False
+    frozen: bool = False  # weights have no gradients (LoRA)
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same dense weights."""
+        return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which zero shards dense weights."""
+        return self.shard or self.copies
+
+
+_GIST_BITS = {"gist-fp16": 16, "gist-fp10": 10, "gist-fp8": 8}
+
+
+def settings_of(plan: Plan) -> Settings:
+    """Return what a plan costs by; a UserError names every word of it that has no cost here."""
+    raise_errors(f"foresight of plan '{plan}'", _refusals(plan))
+    assert isinstance(plan.pipeline, int)
+    size = float(BYTES[plan.precision])
+    is_narrow = plan.precision in ("bf16", "fp16")
+    gradient = summed_bytes(plan.precision, plan.microbatches, plan.data * plan.context)
+    if plan.gradients == "same":
+        gradient = size
+    moments = 2 * (size if plan.precision == "fp64" or not plan.masters else 4.0)
+    return Settings(
+        plan.data,
+        plan.tensor,
+        plan.pipeline,
+        plan.context,
+        plan.expert,
+        expert_tensor=plan.tensor,
+        chunks=plan.chunks,
+        microbatches=plan.microbatches,
+        zero=plan.zero,
+        shard=plan.shard,
+        schedule=plan.schedule,
+        sequence=plan.sequence,
+        attention=plan.attention,
+        precision=plan.precision,
+        recompute=plan.recompute.partition(":")[0],
+        budget=read_bytes(plan.recompute.partition(":")[2]) if ":" in plan.recompute else 0.0,
+        split_checkpoints=plan.checkpoints == "split",
+        weight_bytes=size,
+        gradient_bytes=gradient,
+        message_bytes=gradient,
+        optimizer_bytes=moments + (4.0 if is_narrow and plan.masters else 0.0),
+        update=plan.update,
+        sync=plan.sync,
+        offload=frozenset(plan.offload),
+        delay=plan.delay,
+        saved=_GIST_BITS.get(plan.compress, 8 * size) / (8 * size),
+        compiled=plan.compile,
+    )
+
+
+def summed_bytes(precision: str, microbatches: int, copies: int) -> float:
+    """Bytes of a gradient: of float32 where narrow ones are summed, over microbatches or ranks."""
+    is_summed = precision in ("bf16", "fp16") and microbatches * copies > 1
+    return 4.0 if is_summed else float(BYTES[precision])
+
+
+def _refusals(plan: Plan) -> list[str]:
+    errors = []
+    if plan.pipeline == AUTO:
+        errors.append("pipeline=auto: stages are measured at the start; give their number, like pipeline=4")
+    elif not isinstance(plan.pipeline, int):
+        errors.append(
+            f"pipeline={'-'.join(map(str, plan.pipeline))}: stages with different numbers of replicas are "
+            "predicted by `echelon partition`, from a profile"
+        )
+    if plan.schedule.endswith(".txt"):
+        errors.append(
+            f"schedule={plan.schedule}: an order from a file has no cost; `echelon schedule` draws it"
+        )
+    if plan.debug:
+        errors.append("debug=true: what comparing calls takes is not predicted; drop it")
+    return errors

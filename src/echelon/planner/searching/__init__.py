@@ -1,0 +1,1 @@
+"""The fastest plans that fit a model and a cluster."""

@@ -1,0 +1,45 @@
+"""The fit of the planner's figures: it lowers the error, and folds do not see what they are judged by."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks.fit_planner import errors, fit, folds, load, main, score, start
+
+from tests.planner.validate.test_rows import ROW
+
+
+def write(path: Path) -> Path:
+    rows = [
+        ROW | {"model": f"GPT {layers}", "layers": str(layers), "step_time_s": str(0.2 * layers)}
+        for layers in (48, 96, 72)
+    ]
+    rows.append(ROW | {"gpu": "TPU"})
+    lines = [",".join(ROW), *(",".join(row.values()) for row in rows)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_fit_lowers_the_error(tmp_path: Path) -> None:
+    runs = load([write(tmp_path / "runs.csv")], ("a100",), 1)
+    assert len(runs) == 3
+    figures = start()
+    fitted = fit(runs, figures, steps=14)
+    assert score(runs, fitted) < score(runs, figures)
+    assert set(errors(runs, fitted)) == {"a paper"}
+
+
+def test_folds_share_no_model(tmp_path: Path) -> None:
+    runs = load([write(tmp_path / "runs.csv")], ("a100",), 1)
+    held = []
+    for seen, unseen in folds(runs, 3):
+        assert not {run.shape.name for run in seen} & {run.shape.name for run in unseen}
+        held += unseen
+    assert len(held) == len(runs)
+
+
+def test_the_script_prints_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path / "runs.csv"))
+    main([file, "--devices", "a100"])
+    assert "errors of the runs that were fitted" in capsys.readouterr().out
+    main([file, "--devices", "a100", "--folds", "3"])
+    assert "that were not fitted" in capsys.readouterr().out
