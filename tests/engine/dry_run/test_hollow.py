@@ -54,6 +54,11 @@ def test_a_layer_of_16_gib_is_trained() -> None:
     assert grown < 2**30
 
 
+def test_one_tensor_may_be_larger_than_the_machine() -> None:
+    large = torch.empty(2**42)
+    assert (large + 1).untyped_storage().nbytes() == 2**44
+
+
 def test_the_host_reads_numbers_that_are_one_and_equal() -> None:
     one, other = torch.ones(LARGE), torch.ones(LARGE)
     assert one.sum().tolist() == 1

@@ -12,6 +12,7 @@ divided evenly.
 """
 
 import operator
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, final
 
 import torch
@@ -24,8 +25,10 @@ from echelon.errors import UserError
 _SMALL = 2**8  # bytes of the largest storage of a model's numbers that has values
 _SMALL_OTHERS = 2**24  # the same, of what a step counts and chooses by: tokens, positions, statistics
 
-# These change the form of a tensor and none of its values, or make one that has none yet.
-_FORMS = {"empty", "set_", "resize_", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap does not name
+
+_FORMS = {"set_", "resize_"}  # change the form of a tensor and none of its values
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NEW = {"new_zeros", "new_ones", "new_full"}
 _CHOICES = {"sort", "topk"}  # their second result are indices
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -48,8 +51,10 @@ class HollowMemory(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
+        if name in _EMPTY and kwargs.get("device") != torch.device("meta"):
+            return tree_map(_allocate, _forms_of(func, args, kwargs))
         if name in _FORMS or (_is_view(func) and not _shows_bits(func, args)):
-            return _without_garbage(name, func(*args, **kwargs))
+            return func(*args, **kwargs)
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         if not tensors or name in _NEW or name.endswith("_like"):  # the values of these do not matter
             is_left_out = any(map(_is_large, tree_iter(_forms_of(func, args, kwargs))))
@@ -175,7 +180,12 @@ def _form(value: Any) -> Any:
 def _allocate(form: Any) -> Any:
     if not isinstance(form, Tensor):
         return form
-    tensor = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+    try:
+        tensor = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype)
+    except RuntimeError:  # more than the machine has in one piece, of which it promises none here
+        size = form.untyped_storage().nbytes()
+        memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS | _NO_RESERVE)
+        tensor = torch.frombuffer(memory, dtype=form.dtype).as_strided(form.shape, form.stride())
     _answer(tensor)
     return tensor
 
@@ -183,13 +193,6 @@ def _allocate(form: Any) -> Any:
 def _answer(tensor: Tensor) -> None:
     """Give a tensor the values that the host may read: small numbers are 1, and no flag is set."""
     _fill(tensor, 1 if _is_number(tensor) else 0)
-
-
-def _without_garbage(name: str, result: Any) -> Any:
-    """Memory that a step takes and fills later has values from the start, if it is small."""
-    if name.startswith(("empty", "new_empty")) and not result.is_meta:
-        _answer(result)
-    return result
 
 
 def _fill(tensor: Tensor, value: float) -> None:
