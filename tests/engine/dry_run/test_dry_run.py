@@ -61,7 +61,7 @@ def rehearse(name: str, plan: str, samples: int, rank: int) -> DryRun:
     parsed = Plan.parse(plan)
     replica = Layout(parsed).position(rank).replica
     inputs, targets = (part.chunk(parsed.data)[replica] for part in batch_of(samples))
-    options: dict[str, Any] = {"loss": cross_entropy, "smallest_unit": 256}
+    options: dict[str, Any] = {"loss": cross_entropy, "smallest_unit": 256, "check_every": 200}
     model = partial(tiny, name)
     return dry_run(model, plan, (inputs, targets), optimizer=adamw, rank=rank, steps=STEPS, **options)
 

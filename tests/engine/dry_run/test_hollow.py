@@ -77,6 +77,8 @@ def test_flags_that_are_too_many_for_values_are_alike() -> None:
     assert is_hollow(numbers == numbers)
     assert bool((numbers == numbers).all())
     assert not bool((numbers != numbers).any())
+    assert int((torch.zeros(2**22, dtype=torch.int64) != 1).sum()) == 0  # as if each were 1
+    assert int((torch.zeros(2**22, dtype=torch.int64) != 2).sum()) == 2**22
 
 
 def test_small_tensors_and_integers_are_computed() -> None:

@@ -101,11 +101,12 @@ def dry_run(
 
     `model` is a module, which stays as it is, or a function that builds one. `batch` is what this replica's
     `engine.step` would be given. `options` are those of `parallelize`. No value is computed: losses and norms
-    are 1, tokens are divided evenly among experts, and no step is audited.
+    are 1, tokens are divided evenly among experts, no step is audited, and ranks compare no weights unless
+    `check_every` says so.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     raise_errors("dry run", list(_errors(plan, rank, steps)))
-    run = _Setting(model, batch, {**options, "optimizer": optimizer, "audit": "off"})
+    run = _Setting(model, batch, {"check_every": 0, **options, "optimizer": optimizer, "audit": "off"})
     with HollowMemory(), run.engine(plan, rank) as (engine, mesh):
         mesh.messages.descriptions = dict(_descriptions(run, engine, mesh))
         moved = tuple(bytes_of_step(engine, batch) for _ in range(steps))

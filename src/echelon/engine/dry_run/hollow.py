@@ -7,7 +7,7 @@ large tensors (a loss, a norm) is 1, a flag is not set, and a choice among n (th
 divided evenly.
 
     large   numbers of a model, of more than 256 B: no values
-            others, of more than 16 MiB: integers, flags, and float64, in which a step counts
+            others, of more than 16 MiB (flags: 1 MiB): integers, and float64, in which a step counts
     small   all that is not large: computed as always
 """
 
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatte
 from echelon.errors import UserError
 
 _SMALL = 2**8  # bytes of the largest storage of a model's numbers that has values
+_SMALL_FLAGS = 2**20  # the same, of flags, one for each element of a weight or one for each token
 _SMALL_OTHERS = 2**24  # the same, of what a step counts and chooses by: tokens, positions, statistics
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap does not name
@@ -77,6 +78,8 @@ def _is_large(tensor: object) -> bool:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         return False
     size = max(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
+    if tensor.dtype == torch.bool:
+        return size > _SMALL_FLAGS
     return size > (_SMALL if _is_number(tensor) and tensor.dtype != torch.float64 else _SMALL_OTHERS)
 
 
@@ -116,8 +119,8 @@ def _leave_out(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             _choose_evenly(args[0], results[1])
         elif name in _COMPARISONS:
             _fill(results[0], _compared(name, *args))
-        elif name in ("all", "any") and is_hollow(args[0]) and args[0].dtype == torch.bool:
-            _fill(results[0], bool(_first(args[0])))
+        elif name in ("all", "any", "sum") and is_hollow(args[0]) and args[0].dtype == torch.bool:
+            _fill(results[0], int(_first(args[0])) * (args[0].numel() if name == "sum" else 1))
     return results if len(results) > 1 else (results[0] if results else None)
 
 
