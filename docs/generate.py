@@ -144,9 +144,19 @@ def results_table(name: str) -> str:
     result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     if "cells" in result:
         return _matrix(result)
+    if "table" in result:
+        return _rows(result)
     lines = [[heading(name) for name in result["settings"]]]
     lines += [["---" if column < 2 else "---:" for column in range(len(lines[0]))]]
     lines += [list(starmap(_setting, result["settings"].items()))]
+    return f"{_table(lines)}{_origin(result)}\n\n"
+
+
+def _rows(result: dict[str, Any]) -> str:
+    """A table with a line for each row of a record; nothing is shown where there is nothing."""
+    rows = result["table"]
+    lines = [[heading(name) for name in rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)]]
+    lines += [[_setting(name, value) if value else "" for name, value in row.items()] for row in rows]
     return f"{_table(lines)}{_origin(result)}\n\n"
 
 

@@ -139,6 +139,14 @@ def test_a_matrix_has_a_table_by_group_and_numbered_reasons() -> None:
     assert "| a | 1: equal; 2: refused (1) |\n| b | equal |\n\n1. the model is long\n" in text
 
 
+def test_a_table_has_a_line_for_each_row_and_shows_no_zeros() -> None:
+    origin = {"command": "c", "date": "2026-01-01", "versions": {"torch": "2"}}
+    hardware = {"cores": 2, "cpu": "x", "gpus": []}
+    table = [{"plan": "`data=2`", "data_bytes": 2048}, {"plan": "`tensor=2`", "data_bytes": 0}]
+    text = generate._rows({**origin, "hardware": hardware, "table": table})
+    assert "| plan | data |\n| --- | ---: |\n| `data=2` | 2.0 KiB |\n| `tensor=2` |  |\n" in text
+
+
 def test_a_region_of_results_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = {
         "command": "python -m tests.toy",

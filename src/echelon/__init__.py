@@ -19,6 +19,7 @@ from echelon.version import VERSION
 if TYPE_CHECKING:
     from echelon import data, experts, optim, sequence
     from echelon.engine import Engine, Evaluation, Metrics
+    from echelon.engine.dry_run import DryRun, dry_run
     from echelon.engine.parallelize import parallelize
     from echelon.errors import UserError
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
@@ -33,6 +34,7 @@ __version__ = VERSION
 
 # Name → the module that has it. Found on first use, so that plans and commands start without torch.
 _HOME = {
+    "DryRun": "echelon.engine.dry_run",
     "Engine": "echelon.engine",
     "Evaluation": "echelon.engine",
     "Inputs": "echelon.nn.batch",
@@ -46,6 +48,7 @@ _HOME = {
     "Sum": "echelon.nn.losses",
     "UserError": "echelon.errors",
     "deferred": "echelon.nn.initialization.initial_values",
+    "dry_run": "echelon.engine.dry_run",
     "gather_samples": "echelon.nn.sample_gathering",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",
@@ -55,6 +58,7 @@ _HOME = {
 _MODULES = ("data", "experts", "optim", "sequence")
 
 __all__ = [
+    "DryRun",
     "Engine",
     "Evaluation",
     "Inputs",
@@ -69,6 +73,7 @@ __all__ = [
     "UserError",
     "data",
     "deferred",
+    "dry_run",
     "experts",
     "gather_samples",
     "launch",

@@ -1,7 +1,7 @@
 """Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
 from echelon.collectives.boundary import Copy, HostBoundary, LateFetch, make_boundary
-from echelon.collectives.comparison import MismatchError, about_content
+from echelon.collectives.comparison import MismatchError, about_content, current_content
 from echelon.collectives.group import Group, Handle, Reduction
 from echelon.collectives.ledger import Ledger, Move, StepMoves, Traffic
 from echelon.collectives.mesh import Edge, Edges, disjoint_pairs, edges_over
@@ -30,6 +30,7 @@ __all__ = [
     "Traffic",
     "Work",
     "about_content",
+    "current_content",
     "disjoint_pairs",
     "edges_over",
     "group_over",

@@ -42,6 +42,11 @@ def about_content(text: str) -> AbstractContextManager[None]:
     return _AboutContent(text)
 
 
+def current_content() -> str:
+    """Return what messages that begin now carry."""
+    return _content.get()
+
+
 @final
 class _AboutContent:
     def __init__(self, text: str) -> None:
@@ -105,7 +110,7 @@ class Call(NamedTuple):
         # The parts of an all-to-all have any number of rows, of one size.
         elements = payload // first.element_size() if rows is None else math.prod(first.shape[1:])
         dtype = str(first.dtype).removeprefix("torch.")
-        content = _content.get() if operation in _MESSAGES else ""
+        content = current_content() if operation in _MESSAGES else ""
         return cls(operation, axis, dtype, elements, detail, both, content, place)
 
 

@@ -1,11 +1,12 @@
 """The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
 
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Self
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from echelon.collectives.recording_group import RecordingGroup
 from echelon.collectives.shared.group import group_over
 from echelon.collectives.torch_group import TorchGroup
 from echelon.errors import UserError
+from echelon.hardware import available_memory
 from echelon.launching import join
 from echelon.launching.group import backend_for, operation_limit
 from echelon.plan import Plan
@@ -101,7 +103,9 @@ class Mesh:
 
     @classmethod
     def join(cls, plan: Plan) -> "Mesh":
-        """Join the running ranks: launched, under torchrun, or this process alone."""
+        """Join the running ranks (launched, under torchrun, or this process alone), or pretend to."""
+        if (pretended := _pretended.get()) is not None:
+            return pretended(plan)
         join()
         running = dist.get_world_size() if dist.is_initialized() else 1
         if running != plan.ranks:
@@ -115,13 +119,18 @@ class Mesh:
         return cls(plan, _real_groups(Layout(plan), rank, device), rank, device)
 
     @classmethod
-    def pretend(cls, plan: Plan, rank: int) -> "Mesh":
+    def pretend(cls, plan: Plan, rank: int) -> Self:
         """Rank `rank` of a plan of any size, in this one process: everything is recorded, nothing moved."""
         layout, ledger = Layout(plan), Ledger()
         groups: dict[str, Group] = {}
         for axis in _axes_of(layout):
-            groups[axis] = RecordingGroup(axis, *layout.place(axis, rank), ledger)
+            groups[axis] = cls.pretended_group(axis, *layout.place(axis, rank), ledger)
         return cls(plan, groups, rank, torch.device("cpu"))
+
+    @classmethod
+    def pretended_group(cls, axis: str, number: int, size: int, ledger: Ledger) -> Group:
+        """Return a group of a mesh that is pretended."""
+        return RecordingGroup(axis, number, size, ledger)
 
     @property
     def position(self) -> Position:
@@ -144,6 +153,10 @@ class Mesh:
         if self._boundary is None:
             self._boundary = make_boundary(self.device, self.ledger)
         return self._boundary
+
+    def free_host_memory(self) -> int | None:
+        """Return how many bytes of memory this rank's machine has left, if it tells."""
+        return available_memory()
 
     def host_storages(self) -> dict[str, list[Tensor]]:
         """Return what is held in host memory now, by category; asks for no boundary."""
@@ -230,6 +243,20 @@ class Mesh:
                 stack.callback(self._open_groups.pop().close, failed=failed)
 
 
+# The mesh that `Mesh.join` returns instead of one over the running ranks.
+_pretended: ContextVar[Callable[[Plan], Mesh] | None] = ContextVar("pretended", default=None)
+
+
+@contextmanager
+def pretending(make: Callable[[Plan], Mesh]) -> Iterator[None]:
+    """Let `Mesh.join` return what `make` makes of the plan; `this_device` is the CPU."""
+    token = _pretended.set(make)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
+
 def _axes_of(layout: Layout) -> tuple[str, ...]:
     combined = tuple(axis for axis in _combined(layout) if _first_equal_axis(layout, axis) == axis)
     return (*AXES, *combined, *(("expert",) if layout.plan.expert > 1 else ()))
@@ -286,6 +313,8 @@ def _ranks_of_pair(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
 
 def this_device() -> torch.device:
     """Return the device on which this process computes: the current GPU, if its group moves GPU tensors."""
+    if _pretended.get() is not None:
+        return torch.device("cpu")
     if torch.cuda.is_available() and (not dist.is_initialized() or backend_for("cuda") is not None):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -27,6 +27,7 @@ from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.plan import Plan
+from echelon.program import Program
 from echelon.state.ownership import OwnedSlice
 
 
@@ -82,6 +83,11 @@ class EngineCore:
     @optimizer.setter
     def optimizer(self, _: object) -> None:
         raise UserError("engine.optimizer cannot be replaced; give parallelize another optimizer function")
+
+    @property
+    def program(self) -> Program:
+        """The instructions of every rank of the pipeline in a step."""
+        return self._local.program
 
     @property
     def boundaries(self) -> list[int]:

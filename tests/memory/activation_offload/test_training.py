@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.collectives import mesh
 from echelon.collectives.boundary import FETCH, STORE
 from echelon.errors import UserError
 from echelon.memory.activation_offload import offload
@@ -191,7 +192,7 @@ def test_a_step_that_fails_gives_host_memory_back() -> None:
 
 
 def test_more_than_the_host_has_is_refused_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "available_memory", lambda: offload.total_memory() // 32 + 3000)
+    monkeypatch.setattr(mesh, "available_memory", lambda: offload.total_memory() // 32 + 3000)
     with chain_engine("offload=activations", 6) as engine:
         before = engine.full_state_dict()
         with pytest.raises(

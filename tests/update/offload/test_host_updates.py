@@ -11,7 +11,6 @@ from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.plan import Plan
-from echelon.update.offload import host_updates
 from echelon.update.offload.host_updates import check_host_memory, parameter_bytes
 
 
@@ -20,7 +19,7 @@ def offloading(plan: str = "offload=parameters") -> Mesh:
 
 
 def test_what_fits_is_accepted_and_what_does_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_updates, "available_memory", lambda: 1000)
+    monkeypatch.setattr(Mesh, "free_host_memory", lambda _: 1000)
     check_host_memory({"parameters": 600, "optimizer": 400}, offloading())
     with pytest.raises(UserError) as caught:
         check_host_memory({"parameters": 600, "optimizer": 401, "activations": 0}, offloading())
@@ -30,7 +29,7 @@ def test_what_fits_is_accepted_and_what_does_not_is_refused(monkeypatch: pytest.
 
 
 def test_where_the_system_says_nothing_all_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_updates, "available_memory", lambda: None)
+    monkeypatch.setattr(Mesh, "free_host_memory", lambda _: None)
     check_host_memory({"parameters": 2**50}, offloading())
 
 
@@ -45,7 +44,7 @@ def test_a_deferred_model_larger_than_the_host_is_refused_before_it_has_memory()
 def test_what_the_optimizer_needs_on_the_host_is_asked_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_updates, "available_memory", lambda: 1000)
+    monkeypatch.setattr(Mesh, "free_host_memory", lambda _: 1000)
     with pytest.raises(UserError, match=r"into host memory \(optimizer .* and 1000 B of it is available"):
         echelon.parallelize(
             nn.Linear(10, 10),
@@ -68,14 +67,12 @@ def test_weights_count_once_without_what_stays_on_the_device() -> None:
 def refusal() -> str:
     """Each rank alone would fit, and both together do not."""
     mesh = Mesh.join(Plan.parse("data=2 offload=parameters"))
-    original = host_updates.available_memory
-    host_updates.available_memory = lambda: 1000  # type: ignore[assignment]
+    mesh.free_host_memory = lambda: 1000  # type: ignore[method-assign]
     try:
         check_host_memory({"parameters": 400 + 300 * mesh.rank}, mesh)
     except UserError as error:
         return str(error)
     finally:
-        host_updates.available_memory = original
         mesh.close()
     return ""
 

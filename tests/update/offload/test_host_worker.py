@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.collectives import Ledger, make_boundary
 from echelon.errors import UserError
@@ -24,6 +25,21 @@ def test_jobs_run_one_after_the_other() -> None:
     gate.set()
     tickets[-1].wait()
     assert done == [0, 1, 2]
+    worker.close()
+
+
+def test_jobs_run_in_the_modes_of_the_step() -> None:
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    worker = HostWorker(CPU)
+    with Counting():
+        worker.submit(lambda: torch.ones(1).add_(1)).wait()
+    assert Counting.calls == 2
     worker.close()
 
 

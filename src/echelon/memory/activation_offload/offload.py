@@ -16,7 +16,7 @@ from echelon.collectives.boundary import HostBoundary
 from echelon.collectives.buffer_layout import ALIGNMENT, round_up
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.hardware import available_memory, total_memory
+from echelon.hardware import total_memory
 from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass, take
 from echelon.memory.activation_offload.offloaded_storage import HostPool, OffloadedStorage, SharedPiece
 from echelon.memory.recompute.recompute import backward_follows
@@ -41,7 +41,7 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping, obse
         for number in local.stages
         if backward_follows(local.program, number) and not local.program.halves
     }
-    pool = HostPool(mesh.boundary, _free_bytes)
+    pool = HostPool(mesh.boundary, lambda: _spared(mesh.free_host_memory()))
     owner = f"plan '{mesh.plan}': activations of rank {mesh.rank}"
     offload = ActivationOffload(mesh.boundary, mesh.ledger, mesh.device, pool, immediate, owner)
     observers.add(offload, outermost=True)  # what layers drop, and compute again, is not copied
@@ -50,8 +50,7 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping, obse
         wrapping.wrap(OffloadedLayer(layer, offload, weights))
 
 
-def _free_bytes() -> int | None:
-    available = available_memory()
+def _spared(available: int | None) -> int | None:
     return None if available is None else available - total_memory() // _SPARED
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from echelon.collectives.agreement import gather_rows
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.hardware import available_memory, usable_cores
+from echelon.hardware import usable_cores
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.sharing import Sharing
 from echelon.parallel.data.zero.weight_access import NewWeights, ResidentWeights
@@ -159,7 +159,7 @@ def check_host_memory(needs: Mapping[str, int], mesh: Mesh) -> None:
     call this with the same categories; `needs`: the bytes of each that this rank will take."""
     if not mesh.plan.offload:
         return
-    free = available_memory()
+    free = mesh.free_host_memory()
     own = [_machine(), _NO_LIMIT if free is None else free, *needs.values()]
     own_row = torch.tensor(own, dtype=torch.int64, device=mesh.device)
     rows: list[list[int]] = gather_rows(own_row, mesh.group("all"), "agreement").tolist()

@@ -8,11 +8,13 @@ the jobs behind it do not run, and every wait for one, then or later, raises the
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from echelon.collectives import HostBoundary
 from echelon.errors import UserError
@@ -47,12 +49,14 @@ class HostWorker:
         self._last: Ticket | None = None
         self._error: BaseException | None = None
         self._is_closed = False
+        self._modes: list[TorchDispatchMode] = []  # of the thread of the step, which torch keeps by thread
         self.on_error: Callable[[], None] = lambda: None  # called in the thread of the job
         self.on_raise: Callable[[], None] = lambda: None  # in one that is told of it, any number of times
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         self.check()
         if self._thread is None:
+            self._modes = list(_get_current_dispatch_mode_stack())
             self._thread = threading.Thread(target=self._work, name="echelon-host-update", daemon=True)
             self._thread.start()
         self._last = Ticket(self)
@@ -117,7 +121,10 @@ class HostWorker:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         if self._device.type != "cuda":
-            self._run_all()
+            with ExitStack() as modes:
+                for mode in self._modes:
+                    modes.enter_context(mode)
+                self._run_all()
             return
         torch.cuda.set_device(self._device)
         # What a job gives the device waits for nothing that the step has given it: it has no order with that.

@@ -52,7 +52,7 @@ class Mailbox:
             for receive in receives:
                 posted = self._post(receive)
                 assert posted is not None, f"{receive} before its form is known"
-                with about_content(_content_of(receive)):
+                with about_content(content_of(receive)):
                     posted.begin()
                 self._posted.setdefault(peer, deque()).append(posted)
         self._wire.finish_step(emptied=self._script.empties)
@@ -64,25 +64,25 @@ class Mailbox:
 
     def send_activation(self, instruction: Instruction, value: Value) -> None:
         key = (instruction.stage, self._input_form(instruction))
-        with about_content(_content_of(instruction)):
+        with about_content(content_of(instruction)):
             self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
 
     def receive_activation(self, instruction: Instruction) -> Value:
         peer, key = peer_of(instruction), self._activation_key(instruction)
         posted = self._take_posted(peer)
-        with about_content(_content_of(instruction)):
+        with about_content(content_of(instruction)):
             value = Value(*self._wire.receive(posted, peer, key))
         self._acknowledge(peer)
         return value
 
     def send_gradients(self, instruction: Instruction, leaves: Sequence[Leaf], gradients: Gradients) -> None:
-        with about_content(_content_of(instruction)):
+        with about_content(content_of(instruction)):
             self._wire.send_gradients(leaves, gradients, peer_of(instruction))
 
     def receive_gradients(self, instruction: Instruction) -> Gradients:
         posted = self._take_posted(peer_of(instruction))
         assert posted is not None, f"{instruction} before its forward"
-        with about_content(_content_of(instruction)):
+        with about_content(content_of(instruction)):
             gradients = self._wire.receive_gradients(posted)
         self._acknowledge(peer_of(instruction))
         return gradients
@@ -103,7 +103,7 @@ class Mailbox:
         return posted.popleft() if posted else self._post(self._upcoming[peer].popleft())
 
     def _post(self, instruction: Instruction) -> Posted | None:
-        with about_content(_content_of(instruction)):
+        with about_content(content_of(instruction)):
             return self._post_receive(instruction)
 
     def _post_receive(self, instruction: Instruction) -> Posted | None:
@@ -128,7 +128,7 @@ class Mailbox:
 
 
 @lru_cache(maxsize=4096)
-def _content_of(instruction: Instruction) -> str:
+def content_of(instruction: Instruction) -> str:
     """Name the content of a message, the same at both ends; debug=true compares it."""
     to_later = instruction.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
     sends = instruction.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)

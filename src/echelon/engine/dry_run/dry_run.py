@@ -1,0 +1,230 @@
+"""dry_run(): the real engine of one rank of any plan, in one process, without peers and without memory.
+
+dry_run           refuse what has no answer → build the engine → run steps → read what it has counted
+descriptions      what arrives from the stage before, learned from a pipeline that is cut there
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, final
+
+import torch.distributed as dist
+from torch import nn
+
+from echelon.collectives import Ledger
+from echelon.collectives.layout import Layout
+from echelon.collectives.mesh import pretending
+from echelon.engine.dry_run.hollow import HollowMemory
+from echelon.engine.dry_run.pretended import EqualMesh, SilenceError
+from echelon.engine.engine import Engine
+from echelon.engine.parallelize import parallelize
+from echelon.engine.step.runtime.mailbox import content_of
+from echelon.errors import UserError, raise_errors
+from echelon.memory import Memory
+from echelon.nn.batch import microbatches, num_samples
+from echelon.plan import AUTO, Plan
+from echelon.program import Op
+from echelon.program.text import show_instruction
+from echelon.update.optim.local import Make
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+class Operations(NamedTuple):
+    """The operations of one step with one axis, operation and subject: how many, and their bytes."""
+
+    calls: int
+    payload: int
+    sent: int
+    received: int
+
+
+Bytes = dict[tuple[str, str, str], Operations]  # by axis, operation and subject, as in the ledger
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What one rank of a plan would do, by the code that would do it.
+
+    `moved`: the bytes of each step; the first has checks that later ones have not. `memory`: by category, at
+    the end and at the peak. `program`: the instructions of this rank in a step.
+    """
+
+    plan: Plan
+    rank: int
+    moved: tuple[Bytes, ...]
+    memory: Memory
+    program: tuple[str, ...]
+
+    def sent(self, axis: str | None = None, operation: str | None = None, subject: str | None = None) -> int:
+        """Return the bytes that the rank sends in the last step; None matches all."""
+        wanted = (axis, operation, subject)
+        return sum(
+            moved.sent
+            for key, moved in self.moved[-1].items()
+            if all(one in (None, other) for one, other in zip(wanted, key, strict=True))
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        names = ("axis", "operation", "subject")
+        return {
+            "plan": str(self.plan),
+            "rank": self.rank,
+            "ranks": self.plan.ranks,
+            "moved": [
+                [{**dict(zip(names, key, strict=True)), **moved._asdict()} for key, moved in step.items()]
+                for step in self.moved
+            ],
+            "memory": self.memory._asdict(),
+            "program": list(self.program),
+        }
+
+
+def dry_run(
+    model: Model,
+    plan: Plan | str,
+    batch: Any,
+    *,
+    optimizer: Make,
+    rank: int = 0,
+    steps: int = 2,
+    **options: Any,
+) -> DryRun:
+    """Run `steps` steps of rank `rank` of a plan with any number of ranks, here: without other ranks, and
+    without memory for what is large.
+
+    dry_run(lambda: build("llama3-8b"), "data=128 tensor=8 zero=3", batch, optimizer=adamw, rank=5)
+
+    `model` is a module, which stays as it is, or a function that builds one. `batch` is what this replica's
+    `engine.step` would be given. `options` are those of `parallelize`. No value is computed: losses and norms
+    are 1, tokens are divided evenly among experts, no step is audited, and ranks compare no weights unless
+    `check_every` says so.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    raise_errors("dry run", list(_errors(plan, rank, steps)))
+    run = _Setting(model, batch, {"check_every": 0, **options, "optimizer": optimizer, "audit": "off"})
+    with HollowMemory(), run.engine(plan, rank) as (engine, mesh):
+        mesh.messages.descriptions = dict(_descriptions(run, engine, mesh))
+        moved = tuple(bytes_of_step(engine, batch) for _ in range(steps))
+        return DryRun(plan, rank, moved, engine.memory(), _program(engine, mesh))
+
+
+def _errors(plan: Plan, rank: int, steps: int) -> Iterator[str]:
+    if dist.is_initialized():
+        yield "this process has joined other ranks, and a dry run has none; call it in a process of its own"
+    if steps < 1:
+        yield f"steps={steps}: must be at least 1"
+    if plan.pipeline == AUTO:
+        yield "pipeline=auto: stages are divided by times that are measured; say how many, like pipeline=2"
+        return
+    if not 0 <= rank < plan.ranks:
+        yield f"rank={rank}: must be from 0 to {plan.ranks - 1}, the ranks of plan '{plan}'"
+    if plan.sync == "async":
+        yield "sync=async: which bytes move when depends on which worker is faster; use sync=all-reduce"
+    if plan.compress != "none":
+        yield f"compress={plan.compress}: what is kept depends on how many values are zero; use compress=none"
+    if plan.compile:
+        yield "compile=true: what is compiled depends on the device; use compile=false"
+    if plan.recompute.startswith("budget:"):
+        yield (
+            f"recompute={plan.recompute}: which layers run again depends on times that are measured; use "
+            "recompute=full, selective or sqrt"
+        )
+
+
+class _Setting(NamedTuple):
+    """What does not depend on the plan and the rank. `options`: of `parallelize`."""
+
+    model: Model
+    batch: Any
+    options: Mapping[str, Any]
+
+    @contextmanager
+    def engine(self, plan: Plan, rank: int, **options: Any) -> Iterator[tuple[Engine, EqualMesh]]:
+        """The engine of a rank, on a model of its own, and its mesh."""
+        meshes: list[EqualMesh] = []
+
+        def join(joined: Plan) -> EqualMesh:
+            meshes.append(EqualMesh.pretend(joined, rank))
+            return meshes[-1]
+
+        with ExitStack() as stack:
+            stack.enter_context(pretending(join))
+            engine = parallelize(self._own_model(), plan, **{**self.options, **options})
+            stack.callback(engine.close, restore=False)
+            yield engine, meshes[0]
+
+    def _own_model(self) -> nn.Module:
+        if not isinstance(self.model, nn.Module):
+            return self.model()
+        try:
+            model = copy.deepcopy(self.model)
+        except (RuntimeError, TypeError) as error:
+            raise UserError(
+                f"dry run: the model cannot be copied ({error}); give a function that builds it"
+            ) from error
+        return model
+
+
+def bytes_of_step(engine: Engine, batch: Any) -> Bytes:
+    """Take a step; return what it moved."""
+    before = _totals(engine.ledger)
+    engine.step(batch)
+    after = _totals(engine.ledger)
+    nothing = Operations(0, 0, 0, 0)
+    differences = {
+        key: Operations(
+            *(now - earlier for now, earlier in zip(total, before.get(key, nothing), strict=True))
+        )
+        for key, total in after.items()
+    }
+    return {key: moved for key, moved in sorted(differences.items()) if moved.calls}
+
+
+def _totals(ledger: Ledger) -> Bytes:
+    return {
+        key: Operations(total.count, total.payload, total.sent, total.received)
+        for key, total in ledger.totals.items()
+    }
+
+
+def _program(engine: Engine, mesh: EqualMesh) -> tuple[str, ...]:
+    program, rank = engine.program, mesh.messages.rank
+    return tuple(show_instruction(each, program.stages_of(rank)) for each in program.ranks[rank])
+
+
+# What arrives from the stage before.
+
+
+def _descriptions(run: _Setting, engine: Engine, mesh: EqualMesh) -> Iterator[tuple[str, bytes]]:
+    """Yield the description of each activation that the rank receives, by the content of its message."""
+    of_stage: dict[int, list[bytes]] = {}
+    for receive in engine.program.ranks[mesh.messages.rank]:
+        if receive.op is Op.RECV_ACTIVATION:
+            stage, number = receive.stage, receive.microbatch
+            assert number is not None
+            if stage not in of_stage:
+                of_stage[stage] = _sent_at(engine.boundaries[stage - 1], run, mesh)
+            texts = of_stage[stage]
+            yield content_of(receive), texts[number % len(texts)]
+
+
+def _sent_at(boundary: int, run: _Setting, mesh: EqualMesh) -> list[bytes]:
+    """Run the layers before `boundary` as the first of two stages, up to its first receive. Return how it
+    describes what it sends, by microbatch; only the first one, if all have as many samples."""
+    plan, position = mesh.plan, mesh.position
+    batch, count = run.batch, plan.microbatches
+    parts = microbatches(batch, count, always=True)
+    if len({num_samples(part) for part, _ in parts}) == 1:
+        batch, count = parts[0][0], 1
+    cut = dataclasses.replace(plan, pipeline=2, chunks=1, schedule="gpipe", microbatches=count)
+    rank = (position.replica * plan.context + position.context) * plan.tensor + position.tensor
+    assert Layout(cut).position(rank).pipeline == 0
+    with run.engine(cut, rank, boundaries=[boundary]) as (engine, of_probe):
+        with suppress(SilenceError):
+            engine.step(batch)
+        return [sent[1] for sent in of_probe.messages.sent.values()]
