@@ -19,6 +19,7 @@ import echelon
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.models import ModelConfig, build, cross_entropy
 from tests.cases import mean_loss, sgd
 
 Warm = Callable[[int], Ranks]
@@ -139,6 +140,35 @@ def test_models_that_mix_samples(mix: Callable[[Tensor], Tensor], precision: str
     error = refusal(Mixing(mix), plan=f"microbatches=2 precision={precision}")
     assert re.search(r"The model mixes samples: its output for sample \d is another when only 2", error)
     assert "use data=1 and microbatches=1; audit='off'" in error
+
+
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return gradient - gradient.mean(0)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_backward_passes_that_mix_samples(precision: str) -> None:
+    error = refusal(Mixing(Centred.apply), plan=f"microbatches=2 precision={precision}")
+    assert "The backward pass mixes samples" in error
+
+
+def test_sums_that_one_device_rounds_as_coarsely_are_no_difference() -> None:
+    """torch's norm adds the gradients of its bias up in bf16 on a CPU. Here these nearly cancel out: one
+    batch is 30 % from what float64 gives, two microbatches are 15 %, and 25 % lie between them."""
+    torch.manual_seed(0)
+    model = build(ModelConfig("gpt", layers=4, width=256, heads=4, vocab=512, sequence=256, tied=True))
+    tokens, targets = torch.randint(0, 512, (2, 4, 256)).unbind()
+    plan = "precision=bf16 microbatches=2"
+    with echelon.parallelize(model, plan, optimizer=torch.optim.AdamW, loss=cross_entropy) as engine:
+        for _ in range(2):
+            engine.step((tokens, targets))
+        assert [str(each) for each in engine.audit] == ["finite weights: held", "gradients: held"]
 
 
 LOSSES: dict[str, Loss] = {

@@ -1,6 +1,5 @@
 """A model as it was before a plan changed it, in the same objects."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.audit.plain_form import PlainForm, is_own_hook, late_hooks
+from echelon.engine.audit.plain_form import PlainForm
 from echelon.nn.wrapping import Wrapper, Wrapping, stack_of
 from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import StateNames
@@ -329,21 +328,3 @@ def test_a_user_s_hooks_are_called_wherever_the_weight_comes_from() -> None:
                 assert (parameters["layer.weight"] is model.layer.weight) is True
                 model(torch.ones(1, 3)).sum().backward()
             assert calls == ["hook", "late"], (gone, fresh)
-
-
-def test_hooks_of_an_engine_are_none_of_the_user_s() -> None:
-    def own(*_: object) -> None: ...
-
-    def other(*_: object) -> None: ...
-
-    own.__module__ = "echelon.parallel.data.reducer"
-    assert is_own_hook(own)
-    assert is_own_hook(partial(partial(own, 1), 2))
-    assert not is_own_hook(other)
-    assert not is_own_hook(partial(other, 1))
-    assert not is_own_hook(object.__new__(type("Callable", (), {"__module__": None})))
-    parameter = nn.Parameter(torch.ones(1))
-    assert late_hooks(parameter) == []
-    parameter.register_post_accumulate_grad_hook(own)
-    parameter.register_post_accumulate_grad_hook(other)
-    assert late_hooks(parameter) == [other]

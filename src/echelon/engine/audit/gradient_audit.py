@@ -22,6 +22,7 @@ from echelon.engine.audit.audit_batch import AuditBatch, GivenBatch, choose_samp
 from echelon.engine.audit.diagnosis import explain
 from echelon.engine.audit.gradient_comparison import (
     TIMES_DRAWS,
+    TIMES_PRECISE,
     TIMES_ROUNDING,
     TOLERANCES,
     Comparison,
@@ -175,12 +176,19 @@ class GradientAudit:
         eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run._replace(is_second=True))] if result.has_drawn else []
+        if device.is_whole and eps > torch.finfo(torch.float32).eps:
+            others += [(TIMES_PRECISE, run._replace(is_precise=True))]
         names = [each.name for each in found]
         kept, beyond = KeptGradients(device.group), found
         device.gradients(run, kept.take, names)
         for times, other in others:
             comparison = kept.comparison()
-            device.gradients(other, comparison.take, names)
+            try:
+                device.gradients(other, comparison.take, names)
+            except FailedRunError:  # a module that takes 16 bits alone
+                if other.is_precise:
+                    continue
+                raise
             explained = {each.name: times * each.distance for each in comparison.differences(device.group)}
             beyond = [each for each in beyond if not each.distance <= explained[each.name]]
             if not beyond:

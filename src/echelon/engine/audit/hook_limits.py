@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.audit.plain_form import is_own_hook
 from echelon.errors import UserError
+from echelon.nn.autograd.hooks import is_own_hook
 from echelon.plan import Plan
 
 _LARGE = 1e6  # beyond any limit that is meant for gradients

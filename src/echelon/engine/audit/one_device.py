@@ -87,6 +87,11 @@ class OneDevice:
         finally:
             self._whole, self._rehearsed = {}, None
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all weights are at hand."""
+        return self._whole is not None
+
     def for_judging(self) -> "OneDevice | None":
         """Return the device on which to search the cause of differences: rank 0 by itself, where it has all
         weights; else all ranks."""

@@ -13,15 +13,15 @@ of the plain form. What a forward assigns goes into the copies, and is forgotten
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.engine.audit.weight_stream import layer_sizes
+from echelon.nn.autograd.hooks import hooks_of, late_hooks, set_hooks, twin
 from echelon.nn.wrapping import Wrapper, Wrapping, stack_of
 from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import StateNames
@@ -31,7 +31,6 @@ _ABSENT = object()
 _NOT_RECORDED = frozenset({"training", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 
 Owner = nn.Module | Wrapper
-Hook = Callable[[Tensor], Any]
 
 
 class _Tensors(NamedTuple):
@@ -52,7 +51,7 @@ class PlainForm:
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.order = list(parameters)
         # Of parameters that another rank has, and of those here: those that come and go lose none of them.
-        self._hooks = {name: (_hooks(p), late_hooks(p)) for name, p in parameters.items()}
+        self._hooks = {name: (hooks_of(p), late_hooks(p)) for name, p in parameters.items()}
         self._complex = {name for name, parameter in parameters.items() if parameter.is_complex()}
         self._tensors = {module: _tensors(path, module, names) for path, module in model.named_modules()}
         # Buffers in no state dict: no rank can give those that another one has dropped.
@@ -182,10 +181,10 @@ class PlainForm:
                     trained = name in self._names.trained if current is None else current.requires_grad
                     parameters[name] = nn.Parameter(whole[name], requires_grad=trained)
                     if trained:
-                        _set_hooks(parameters[name], *self._hooks[name])
+                        set_hooks(parameters[name], *self._hooks[name])
                 elif self._is_here(current, name, device):
                     assert current is not None
-                    parameters[name] = _same_memory(current) if fresh else current
+                    parameters[name] = twin(current, current.detach()) if fresh else current
         return parameters
 
     def _buffer(
@@ -226,34 +225,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
     return one is other
-
-
-def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
-    """Make another leaf of autograd with the same memory, and the user's hooks on gradients."""
-    twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    _set_hooks(twin, _hooks(parameter), late_hooks(parameter))
-    return twin
-
-
-def _set_hooks(parameter: nn.Parameter, hooks: Sequence[Hook], late: Sequence[Hook]) -> None:
-    for hook in hooks:
-        parameter.register_hook(hook)
-    for hook in late:
-        parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _hooks(parameter: nn.Parameter) -> list[Hook]:
-    return list((parameter._backward_hooks or {}).values())
-
-
-def late_hooks(parameter: nn.Parameter) -> list[Hook]:
-    """List the user's hooks on accumulated gradients, which `torch.autograd.grad` does not call."""
-    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
-    return [hook for hook in hooks.values() if not is_own_hook(hook)]
-
-
-def is_own_hook(hook: Any) -> bool:
-    """Return whether a hook is one of an engine's."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith("echelon.")

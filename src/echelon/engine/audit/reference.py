@@ -12,11 +12,12 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from echelon.engine.audit.gradient_comparison import Take
-from echelon.engine.audit.plain_form import PlainForm, late_hooks
+from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.step.feed import to_device
 from echelon.engine.step.samples import Scopes
 from echelon.engine.step.side_effects import AttributeSnapshot
 from echelon.nn.autograd.generators import GeneratorStates
+from echelon.nn.autograd.hooks import late_hooks, twin
 from echelon.nn.batch import call, cast, num_samples
 from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Loss, total_and_count
@@ -31,7 +32,7 @@ class Run(NamedTuple):
     output of a module is changed by about so much of itself, as rounding might; each `draw` in another way.
     `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward, so
     that generators have moved on. `is_total`: gradients are those of the total, not of the mean.
-    `all_samples`: of all parts, if this is one."""
+    `all_samples`: of all parts, if this is one. `is_precise`: in float32 what would be in 16 bits."""
 
     batch: Any
     step: int
@@ -43,6 +44,7 @@ class Run(NamedTuple):
     is_second: bool = False
     is_total: bool = False
     all_samples: int | None = None
+    is_precise: bool = False
 
 
 class Result(NamedTuple):
@@ -116,19 +118,37 @@ class Reference:
         inputs, targets = tree_map_only(Tensor, torch.clone, to_device(run.batch, self.device))
         scope = partial(self._scopes.of_plain, self._model, run.step, run.place, samples)
         with self.form.installed(whole, self.device, fresh=fresh) as parameters, ExitStack() as stack:
+            dtype = torch.promote_types(self.dtype, torch.float32) if run.is_precise else self.dtype
+            if run.is_precise:
+                parameters = _widen(self._model, parameters)
             # What the forward changes in place inside of attributes is put back.
             stack.callback(AttributeSnapshot(self._model.modules()).restore)
             if not run.training:
                 self._model.eval()
             replicas = Replicas()  # one device
             with CountedSamples(samples, scope), replicas.gathering():
-                output = call(self._model, cast(inputs, self.dtype))
+                output = call(self._model, cast(inputs, dtype))
                 result = self._loss(output, targets)
                 total, count = total_and_count(result, samples, run.all_samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
         output = tree_map_only(Tensor, torch.detach, output)
         return Result(output, float(total), float(count), gradients, before.moved(), replicas.is_used)
+
+
+def _widen(model: nn.Module, parameters: Parameters) -> dict[str, nn.Parameter]:
+    """Give modules float32 copies of what has 16 bits, until their plain form goes. Returns weights."""
+    wide: dict[Tensor, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16):
+                    data = tensor.detach().float()
+                    copied = twin(tensor, data) if isinstance(tensor, nn.Parameter) else data
+                    tensors[key] = wide.setdefault(tensor, copied)
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+    return {name: wide.get(parameter, parameter) for name, parameter in parameters.items()}
 
 
 def _gradients(
