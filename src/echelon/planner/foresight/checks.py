@@ -25,10 +25,10 @@ def fit_errors(shape: ModelShape, settings: Settings, cluster: Cluster, batch: i
 def shape_errors(shape: ModelShape, settings: Settings) -> list[str]:
     """List what does not divide."""
     errors = []
-    for count, what in ((shape.heads, "heads"), (shape.kv_heads, "key/value heads")):
+    for count, kind in ((shape.heads, "heads"), (shape.kv_heads, "key/value heads")):
         if count % settings.tensor:
             errors.append(
-                f"tensor={settings.tensor}: {count} {what} do not divide evenly; use a divisor of {count}"
+                f"tensor={settings.tensor}: {count} {kind} do not divide evenly; use a divisor of {count}"
             )
     if settings.pipeline * settings.chunks > shape.layers:
         errors.append(

@@ -350,7 +350,7 @@ def _gradient_bytes(local: LocalParameter) -> int:
 
 def _on_one_device(factor: Number, skip: Flag) -> Tensor:
     """Return both as one float64 tensor: on the device, if either is there."""
-    there = [each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda]
-    if not there:
+    on_cuda = [each for each in (factor, skip) if isinstance(each, Tensor) and each.is_cuda]
+    if not on_cuda:
         return torch.tensor([float(factor), float(skip)], dtype=torch.float64)
-    return torch.stack([on_device(each, there).detach().reshape(()) for each in (factor, skip)])
+    return torch.stack([on_device(each, on_cuda).detach().reshape(()) for each in (factor, skip)])
