@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from echelon.launching.ranks import deferred_interrupts
+from echelon.launching.interrupts import deferred_interrupts
 
 
 def test_an_interrupt_waits_for_the_end() -> None:

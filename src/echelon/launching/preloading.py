@@ -11,11 +11,15 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.util import get_temp_dir
 
+from echelon.launching.interrupts import deferred_interrupts
+
 PARENT = "ECHELON_FORK_SERVER_PARENT"  # in the environment of the server: its parent, and its folder
 
 # What a rank that trains imports: the first step of a torch optimizer imports torch._dynamo. Together they
 # take 1.5 s. They are named, not imported, because this package is below the engine.
 TRAINING_MODULES = ("echelon.engine", "torch._dynamo")
+
+_PRESSES = 10  # of Ctrl-C, which wait for the start of the server: milliseconds
 
 _modules = [
     "echelon.launching.server_settings",
@@ -42,6 +46,14 @@ def fork_server_context() -> ForkServerContext:
     """Return the multiprocessing context that starts processes from the fork server, which runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_modules)
+    # An interrupt after the start of a server, or of the tracker, but before multiprocessing has noted it,
+    # would leave one that nobody ends. Blocked signals do not help: other threads take them.
+    with deferred_interrupts(_PRESSES):
+        _ensure_running()
+    return context
+
+
+def _ensure_running() -> None:
     # SIGTERM to the whole process group must not end the server, with which ranks end, before its settings
     # do this. The tracker first: when it starts, it takes these signals from what is blocked.
     resource_tracker.ensure_running()
@@ -52,4 +64,3 @@ def fork_server_context() -> ForkServerContext:
     finally:
         del os.environ[PARENT]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return context

@@ -6,9 +6,7 @@ One rank as a process is `rank_process.py`; what happens inside it is `worker.py
 import atexit
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from typing import Any, Self, TypeVar
 from echelon.errors import UserError, raise_errors
 from echelon.launching import torchrun
 from echelon.launching.channel import Answer, Message, is_launched_rank, pack_call
+from echelon.launching.interrupts import deferred_interrupts
 from echelon.launching.preloading import fork_server_context
 from echelon.launching.rank_process import (
     RankProcess,
@@ -310,33 +309,3 @@ def request_training_modules() -> None:
     from echelon.launching import fork_server
 
     fork_server.request_training_modules()
-
-
-# Ctrl-C, and the stop button of a notebook, at moments when they would leave a process behind.
-
-
-@contextmanager
-def deferred_interrupts(most: int) -> Iterator[None]:
-    """Handle up to `most` SIGINT that arrive inside at the end of it; one more is handled at once.
-
-    A rank whose start is interrupted has no known process id. Outside the main thread, where Python handles
-    no signal, this does nothing.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    received: list[tuple[Any, ...]] = []
-
-    def defer(*event: Any) -> None:
-        received.append(event)
-        if len(received) > most:
-            handler(*event)
-
-    signal.signal(signal.SIGINT, defer)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if received:
-        handler(*received[0])
