@@ -59,9 +59,15 @@ def errors_of(text: str) -> tuple[str, ...]:
 Examples = dict[str, list[tuple[str, str, str]]]
 
 
-def rules_of(fields: type) -> list[Rule]:
-    """The rules of each field of a plan's base class."""
-    return [rule for field in dataclasses.fields(fields) for rule in field.metadata["field"].rules]
+def rules_of(fields: type) -> dict[str, Rule]:
+    """The rules of each field of a plan's base class, by case."""
+    rules = [rule for field in dataclasses.fields(fields) for rule in field.metadata["field"].rules]
+    return {rule.case: rule for rule in rules}
+
+
+def cases_of(fields: type, examples: Examples) -> list[str]:
+    """Those of all rules, and of all examples: a rule that is gone is missed."""
+    return list(rules_of(fields) | examples)
 
 
 def check_rule(rule: Rule, examples: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:

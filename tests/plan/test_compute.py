@@ -3,8 +3,7 @@
 import pytest
 
 from echelon.plan.compute import Compute
-from echelon.plan.field import Rule
-from tests.plan.examples import Examples, check_rule, rules_of
+from tests.plan.examples import Examples, cases_of, check_rule, rules_of
 
 EXAMPLES: Examples = {
     "`sequence=true` with `tensor=1`": [("sequence=true", "set tensor=2 or more", "sequence=true tensor=2")],
@@ -53,8 +52,8 @@ EXAMPLES: Examples = {
 }
 
 
-@pytest.mark.parametrize("rule", rules_of(Compute), ids=lambda rule: rule.case)
+@pytest.mark.parametrize("case", cases_of(Compute, EXAMPLES))
 def test_a_rule_refuses_its_examples_and_they_pass_without_it(
-    rule: Rule, monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_rule(rule, EXAMPLES[rule.case], monkeypatch)
+    check_rule(rules_of(Compute)[case], EXAMPLES[case], monkeypatch)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from echelon.plan.field import Rule
 from echelon.plan.replicas import Replicas
-from tests.plan.examples import Examples, check_rule, rules_of
+from tests.plan.examples import Examples, cases_of, check_rule, rules_of
 
 EXAMPLES: Examples = {
     "`sync=async` with an asynchronous schedule": [
@@ -70,8 +69,8 @@ EXAMPLES: Examples = {
 }
 
 
-@pytest.mark.parametrize("rule", rules_of(Replicas), ids=lambda rule: rule.case)
+@pytest.mark.parametrize("case", cases_of(Replicas, EXAMPLES))
 def test_a_rule_refuses_its_examples_and_they_pass_without_it(
-    rule: Rule, monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_rule(rule, EXAMPLES[rule.case], monkeypatch)
+    check_rule(rules_of(Replicas)[case], EXAMPLES[case], monkeypatch)

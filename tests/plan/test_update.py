@@ -2,9 +2,8 @@
 
 import pytest
 
-from echelon.plan.field import Rule
 from echelon.plan.update import Update
-from tests.plan.examples import Examples, check_rule, rules_of
+from tests.plan.examples import Examples, cases_of, check_rule, rules_of
 
 EXAMPLES: Examples = {
     "`update=backward` with several microbatches": [
@@ -95,8 +94,8 @@ EXAMPLES: Examples = {
 }
 
 
-@pytest.mark.parametrize("rule", rules_of(Update), ids=lambda rule: rule.case)
+@pytest.mark.parametrize("case", cases_of(Update, EXAMPLES))
 def test_a_rule_refuses_its_examples_and_they_pass_without_it(
-    rule: Rule, monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_rule(rule, EXAMPLES[rule.case], monkeypatch)
+    check_rule(rules_of(Update)[case], EXAMPLES[case], monkeypatch)
