@@ -83,9 +83,9 @@ def test_an_unknown_bug_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean 'divide-twice'?" in err
 
 
-def test_the_wheel_says_where_the_project_is() -> None:
+def test_the_wheel_names_no_package_host_as_its_home() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["urls"]["Homepage"].startswith("https://")
+    assert not any("pypi" in url for url in project.get("urls", {}).values())
 
 
 def test_the_help_of_train_lists_presets_and_fields(capsys: pytest.CaptureFixture[str]) -> None:

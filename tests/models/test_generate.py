@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -82,3 +84,11 @@ def test_bad_input_lists_all_errors(config):
     assert starts == ["prompt_tokens", "prompt_tokens", "length", "temperature", "top_k"]
     with pytest.raises(UserError, match="with at least one token"):
         generate(model_of(config), torch.tensor([], dtype=torch.int64), 1)
+
+
+def test_rows_end_with_the_token_that_ends_a_text(config, monkeypatch):
+    """The first row draws 3 2 4 5, the second 1 2: it is over, and filled up, until the first is too."""
+    draws = iter([[[3], [1]], [[2], [9]], [[4], [2]], [[9], [7]]])
+    monkeypatch.setattr(sys.modules["echelon.models.generate"], "_draw", lambda *_: torch.tensor(next(draws)))
+    written = generate(model_of(config), PROMPT[None].repeat(2, 1), 10, end=9)
+    assert written[:, 3:].tolist() == [[3, 2, 4, 9], [1, 9, 9, 9]]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.sequence import WHOLE, View, assign
+from echelon.nn.sequence import POSITIONS, WHOLE, View, assign, document_mask
 from echelon.nn.wrapping import Wrapping
 
 
@@ -61,3 +61,27 @@ def test_every_layer_that_has_a_view_gets_the_new_one() -> None:
     assert not hasattr(model[1][1], "view")
     wrapping.remove()
     assert model[0].view is model[1][0].view is WHOLE
+
+
+def test_packed_documents_do_not_attend_to_each_other() -> None:
+    mask = document_mask(torch.tensor([[0, 1, 2, 0, 1]]))
+    assert mask.int().tolist() == [
+        [[[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]]
+    ]
+
+
+def test_packed_attention_is_that_of_each_document() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 5, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    packed = WHOLE.attend_packed(query, key, value, torch.tensor([[0, 1, 2, 0, 1]]))
+    parts = [WHOLE.attend(*(x[:, :, part] for x in (query, key, value))) for part in (slice(3), slice(3, 5))]
+    torch.testing.assert_close(packed, torch.cat(parts, dim=2))
+
+
+def test_layers_find_the_positions_that_all_share() -> None:
+    view = View()
+    assert view.packed_positions(3) is None
+    with view.seeing(None, {POSITIONS: torch.tensor([[0, 1]])}):
+        positions = view.packed_positions(3)
+    assert positions is not None
+    assert positions.tolist() == [[0, 1, 1]]

@@ -4,15 +4,20 @@ from echelon.data.corpus import Corpus, corpus_errors, open_corpus
 from echelon.data.dataset_loader import Loader, loader
 from echelon.data.image_batches import ImageData, TrainingImages, ValidationImages, open_images
 from echelon.data.sampler import Batches, num_windows
+from echelon.data.stream_loader import StreamLoader
+from echelon.data.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [
     "Batches",
     "Corpus",
     "ImageData",
     "Loader",
+    "StreamLoader",
+    "TextTokenizer",
     "TrainingImages",
     "ValidationImages",
     "corpus_errors",
+    "load_tokenizer",
     "loader",
     "num_windows",
     "open_corpus",

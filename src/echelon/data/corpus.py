@@ -6,7 +6,6 @@ with every error. sampler.py says which tokens are in which batch.
 
 import difflib
 import os
-import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,15 +15,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echelon.data.documents import (
+    HEAD_BYTES,
+    NUL,
+    Source,
+    files_below,
+    find_source,
+    stdlib_source,
+    unreadable,
+)
+from echelon.data.packing import BYTE_VOCAB, open_store
+from echelon.data.tokenizer import TextTokenizer
 from echelon.errors import UserError, did_you_mean, raise_errors
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 STDLIB = "stdlib"
 TOKEN_FILE_SUFFIX = ".bin"
-BYTE_VOCAB = 256
 DTYPES = ("uint8", "uint16", "uint32")
-_SOURCES = f"a text file, a folder of text files, a {TOKEN_FILE_SUFFIX} token file, or '{STDLIB}'"
+_SOURCES = (
+    f"a folder of text files, a text file, a .jsonl or .parquet file, an Arrow folder of datasets, a "
+    f"{TOKEN_FILE_SUFFIX} token file, or '{STDLIB}'"
+)
 
 # Opening checks this many blocks, spread over the corpus, for ids that are too large.
 _PROBE_BLOCKS = 64
@@ -32,18 +44,6 @@ _PROBE_TOKENS = 1024
 
 # Files are joined by a newline, so that the last word of one does not run into the next.
 SEPARATOR = b"\n"
-_NUL = b"\0"  # in a file that is no text
-
-# Tests, tables and installed packages: not program text as people write it.
-_STDLIB_SKIPS = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    | {"idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"}
-)
-# Generated when Python is built: they contain paths of that machine, so machines would differ.
-_STDLIB_GENERATED = ("_sysconfigdata", "python-config")
-
-# How much of a large file is checked for being text.
-_HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +58,8 @@ class Corpus:
     vocab: int
     name: str
     decode: Callable[[npt.NDArray[Any]], str] | None = None
+    starts: npt.NDArray[np.int64] | None = None  # where documents begin; None: it is one text
+    tokenizer: TextTokenizer | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.name not in DTYPES:
@@ -94,45 +96,86 @@ class Corpus:
         ]
 
 
-def open_corpus(source: str, *, vocab: int, dtype: str | None = None) -> Corpus:
+def open_corpus(
+    source: str,
+    *,
+    vocab: int,
+    dtype: str | None = None,
+    tokenizer: TextTokenizer | None = None,
+    field: str | None = None,
+    cache: str | None = None,
+) -> Corpus:
     """Open a corpus by name.
 
-    source: "stdlib", the sources of Python's own standard library as bytes (on every machine);
-            a text file, or a folder of text files, as bytes;
-            a token file `.bin` of little-endian integers, memory-mapped.
-    vocab:  token ids are below it; bytes need at least 256.
-    dtype:  of a token file: uint8, uint16 or uint32. If left out, uint16 where vocab fits it, else uint32.
+    source:    "stdlib", the sources of Python's own standard library (on every machine);
+               a text file, or a folder of text files;
+               a .jsonl or .parquet file, an Arrow folder of `datasets`, or a folder of such files;
+               a token file `.bin` of little-endian integers, memory-mapped.
+    vocab:     token ids are below it; bytes need at least 256.
+    dtype:     of a token file: uint8, uint16 or uint32. If left out, uint16 where vocab fits it, else uint32.
+    tokenizer: makes ids of each document (`load_tokenizer`). Without one, ids are the bytes of text.
+    field:     the key or column of a document's text; "text" if left out.
+    cache:     the folder in which the tokens of documents are kept.
     """
-    raise_errors(f"corpus '{source}'", corpus_errors(source, vocab=vocab, dtype=dtype))
+    subject = f"corpus '{source}'"
+    raise_errors(subject, corpus_errors(source, vocab=vocab, dtype=dtype, tokenizer=tokenizer))
     path = _path(source)
+    decode = decode_bytes if tokenizer is None else decode_with(tokenizer)
     if _is_token_file(path):
         narrowest = "uint16" if vocab <= 1 << 16 else "uint32"
-        corpus = Corpus(map_token_file(path, dtype or narrowest), vocab, path.name)
-    elif source == STDLIB:
-        corpus = Corpus(read_stdlib(), vocab, STDLIB, decode_bytes)
+        tokens = map_token_file(path, dtype or narrowest)
+        corpus = Corpus(tokens, vocab, path.name, decode if tokenizer else None, None, tokenizer)
     else:
-        text = read_folder(path) if path.is_dir() else map_text(path)
-        corpus = Corpus(text, vocab, path.resolve().name, decode_bytes)
-    raise_errors(f"corpus '{source}'", corpus.probe())
+        documents = _documents(source, path, tokenizer)
+        if documents is not None:
+            store = open_store(documents, tokenizer, field, cache)
+            corpus = Corpus(store.tokens, vocab, documents.name, decode, store.starts, tokenizer)
+        elif source == STDLIB:
+            corpus = Corpus(read_stdlib(), vocab, STDLIB, decode)
+        else:
+            text = read_folder(path) if path.is_dir() else map_text(path)
+            corpus = Corpus(text, vocab, path.resolve().name, decode)
+    raise_errors(subject, corpus.probe())
     return corpus
 
 
-def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[str]:
+def _documents(source: str, path: Path, tokenizer: TextTokenizer | None) -> Source | None:
+    """The documents of a source; None where its text is read as one row of bytes."""
+    if source == STDLIB:
+        return None if tokenizer is None else stdlib_source()
+    found = find_source(path)
+    return found if tokenizer is not None or found.has_rows else None
+
+
+def corpus_errors(
+    source: str, *, vocab: int | None, dtype: str | None, tokenizer: TextTokenizer | None = None
+) -> list[str]:
     """List the errors in arguments of `open_corpus` that show without reading; vocab=None is not checked."""
     path = _path(source)
     is_tokens = _is_token_file(path)
     errors = _source_errors(source, path)
     if vocab is not None and is_tokens and vocab < 1:
         errors.append(f"vocab={vocab}: must be at least 1, the number of ids that the tokenizer has")
-    if vocab is not None and not is_tokens and vocab < BYTE_VOCAB:
+    if vocab is not None and tokenizer is not None and tokenizer.vocab > vocab:
+        errors.append(
+            f"vocab={vocab}: the tokenizer {tokenizer.source} has {tokenizer.vocab} ids; set "
+            f"model.vocab={tokenizer.vocab}, or use the tokenizer that belongs to the weights"
+        )
+    if vocab is not None and not is_tokens and tokenizer is None and vocab < BYTE_VOCAB:
         errors.append(f"vocab={vocab}: text is read as bytes, so it must be at least {BYTE_VOCAB}")
     if dtype is not None and dtype not in DTYPES:
         errors.append(f"dtype '{dtype}' is not known{did_you_mean(dtype, DTYPES)}")
     elif dtype not in (None, "uint8") and not is_tokens:
         errors.append(
-            f"dtype '{dtype}': text is read as bytes (uint8); leave it out, or name a .bin token file"
+            f"dtype '{dtype}': is that of a .bin token file, and the source is text; leave it out"
+            if tokenizer is not None
+            else f"dtype '{dtype}': text is read as bytes (uint8); leave it out, or name a .bin token file"
         )
     return errors
+
+
+def decode_with(tokenizer: TextTokenizer) -> Callable[[npt.NDArray[Any]], str]:
+    return lambda tokens: tokenizer.decode(np.asarray(tokens).tolist())
 
 
 def decode_bytes(tokens: npt.NDArray[Any]) -> str:
@@ -172,10 +215,8 @@ def _source_errors(source: str, path: Path) -> list[str]:
 
 def read_stdlib() -> Tokens:
     """Read the Python sources of the standard library, in order of their paths."""
-    paths, errors = _files_below(Path(sysconfig.get_paths()["stdlib"]), _STDLIB_SKIPS)
-    sources = [path for path in paths if path.suffix == ".py" and not path.name.startswith(_STDLIB_GENERATED)]
-    texts, more_errors = _read_texts(sources)
-    raise_errors("the standard library", errors + more_errors)
+    texts, errors = _read_texts([*stdlib_source().files])
+    raise_errors("the standard library", errors)
     return _join(texts)
 
 
@@ -184,7 +225,7 @@ def read_folder(folder: Path) -> Tokens:
 
     Any extension counts. Hidden names (`.git`) and binary files (with a NUL byte) are left out.
     """
-    paths, errors = _files_below(folder)
+    paths, errors = files_below(folder)
     texts, more_errors = _read_texts(paths)
     errors += more_errors
     if not texts and not errors:
@@ -196,7 +237,7 @@ def read_folder(folder: Path) -> Tokens:
 def map_text(path: Path) -> Tokens:
     """Map the bytes of one text file into memory: a file of any size opens at once."""
     tokens = _map(path, np.dtype(np.uint8))
-    if _NUL in tokens[:_HEAD_BYTES].tobytes():
+    if NUL in tokens[:HEAD_BYTES].tobytes():
         error = "it has a NUL byte, so it is not text: name a text file, or a token file that ends in .bin"
         raise_errors(f"corpus '{path}'", [error])
     return tokens
@@ -223,17 +264,6 @@ def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
         raise UserError(f"1 error in corpus '{path}':", [unreadable(path, error)]) from error
 
 
-def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
-    """List every file below `folder`, in one order on all machines; and the errors of reading folders."""
-    paths: list[Path] = []
-    refused: list[OSError] = []
-    for parent, folders, names in os.walk(folder, onerror=refused.append):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    errors = [unreadable(Path(error.filename), error) for error in refused]
-    return sorted(path for path in paths if path.is_file()), errors
-
-
 def _read_texts(paths: list[Path]) -> tuple[list[bytes], list[str]]:
     """Read the text files among `paths`; and an error for each file that cannot be read."""
     texts: list[bytes] = []
@@ -243,12 +273,8 @@ def _read_texts(paths: list[Path]) -> tuple[list[bytes], list[str]]:
             texts.append(path.read_bytes())
         except OSError as error:
             errors.append(unreadable(path, error))
-    return [text for text in texts if text and _NUL not in text], errors
+    return [text for text in texts if text and NUL not in text], errors
 
 
 def _join(texts: list[bytes]) -> Tokens:
     return np.frombuffer(SEPARATOR.join(texts), dtype=np.uint8)
-
-
-def unreadable(path: Path, error: OSError) -> str:
-    return f"'{path}' cannot be read ({error.strerror or error}): give this user the right to read it"

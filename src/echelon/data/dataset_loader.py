@@ -8,9 +8,7 @@ The global batches depend on the seed and the epoch alone, so every plan sees th
 stops can go on under another plan. Ranks of one replica get the same batch.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
@@ -19,9 +17,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torch.utils.data import IterableDataset as _IterableDataset
 
-from echelon.data.sampler import integer_errors, rows_of_part, shuffle
+from echelon.data.sampler import integer_errors, rows_of_part
+from echelon.data.sampler import shuffle as shuffle_places
+from echelon.data.seeding import seeded, without_samples
+from echelon.data.stream_loader import StreamLoader, stream_errors
 from echelon.errors import raise_errors
-from echelon.nn.hashing import WEYL, mix
 
 Collate = Callable[[list[Any]], Any]
 
@@ -50,11 +50,12 @@ def loader(
     drop_last: bool = False,
     num_workers: int = 0,
     **options: Any,
-) -> "Loader":
+) -> "Loader | StreamLoader":
     """Batches for `engine.step`. `batch_size` is that of the global batch, whatever the plan.
 
     `engine` says which replica this rank is of; without one, give `replica` and `replicas`. `shuffle` draws
-    another order for each epoch, from the seed. Further options are those of torch's DataLoader.
+    another order for each epoch, from the seed. Further options are those of torch's DataLoader. A dataset
+    that can only be read from its beginning (IterableDataset) is a stream, in its own order.
 
     for batch in echelon.data.loader(dataset, batch_size=32, engine=engine, shuffle=True):
         engine.step(batch)
@@ -64,6 +65,19 @@ def loader(
     num_samples = len(dataset) if hasattr(dataset, "__len__") else 0
     order = _Order(num_samples, batch_size, shuffle, seed, drop_last, replica, replicas)
     needs_samples = engine is not None and engine.needs_samples
+    if is_stream(dataset):
+        errors = _argument_errors(order, options) + stream_errors(
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            replicas=replicas,
+            needs_samples=needs_samples,
+        )
+        raise_errors("the arguments of loader", errors)
+        part = (replica, replicas)
+        return StreamLoader(
+            dataset, batch_size, part, collate_fn or default_collate, seed, drop_last=drop_last
+        )
     raise_errors("the arguments of loader", _errors(dataset, order, needs_samples, options))
     parts = _Parts(dataset, collate_fn or default_collate, seed)
     own_numbers = torch.Generator().manual_seed(seed)  # torch would draw seeds of workers from the model's
@@ -168,7 +182,7 @@ class _Order(Sampler[Place]):
             places = begin + rows_of_part(size, self.replica, self.replicas)
             chosen = places if len(places) else np.array([begin])
             if self.shuffle:
-                chosen = shuffle(chosen, self.num_samples, self.seed, epoch)
+                chosen = shuffle_places(chosen, self.num_samples, self.seed, epoch)
             yield Place(epoch, tuple(chosen.tolist()), is_empty=not len(places))
 
 
@@ -194,25 +208,21 @@ class _Parts(Dataset[Any]):
                 )
             seed_again(self._seed, place.epoch, place.samples[0])  # for what the collate function draws
             batch = self._collate(samples)
-        return _without_samples(batch) if place.is_empty else batch
+        return without_samples(batch) if place.is_empty else batch
 
 
 def _keep(batch: Any) -> Any:
     return batch
 
 
-def _without_samples(batch: Any) -> Any:
-    """Return a batch of the same form with no sample in it."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {name: _without_samples(value) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_without_samples, batch))
-    return type(batch)(map(_without_samples, batch)) if isinstance(batch, tuple | list) else batch
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset has no samples by number, and can be read from its beginning on."""
+    has_numbers = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    is_iterable = isinstance(dataset, _IterableDataset) or callable(getattr(dataset, "__iter__", None))
+    return is_iterable and (isinstance(dataset, _IterableDataset) or not has_numbers)
 
 
-def _errors(dataset: Any, order: _Order, needs_samples: bool, options: Mapping[str, Any]) -> list[str]:
+def _argument_errors(order: _Order, options: Mapping[str, Any]) -> list[str]:
     errors = integer_errors(
         ("batch_size", order.batch_size, 1),
         ("replica", order.replica, 0),
@@ -225,15 +235,10 @@ def _errors(dataset: Any, order: _Order, needs_samples: bool, options: Mapping[s
         for name in ("sampler", "batch_sampler", "generator")
         if name in options
     ]
-    if isinstance(dataset, _IterableDataset) or not hasattr(dataset, "__getitem__"):
-        errors.append(
-            f"dataset is a {type(dataset).__name__}: must have a length and samples by number; give each "
-            "replica its own stream of an iterable dataset, by engine.replica"
-        )
-    return errors or _size_errors(order, needs_samples)
+    return errors or _part_errors(order)
 
 
-def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
+def _part_errors(order: _Order) -> list[str]:
     if order.replica >= order.replicas:
         return [f"replica={order.replica} of replicas={order.replicas}: must be below it; they count from 0"]
     if order.batch_size < order.replicas:
@@ -241,6 +246,19 @@ def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
             f"batch_size={order.batch_size} for {order.replicas} replicas: it is that of all replicas "
             f"together, and each needs a sample; use at least {order.replicas}"
         ]
+    return []
+
+
+def _errors(dataset: Any, order: _Order, needs_samples: bool, options: Mapping[str, Any]) -> list[str]:
+    errors = _argument_errors(order, options)
+    if not hasattr(dataset, "__getitem__"):
+        errors.append(
+            f"dataset is a {type(dataset).__name__}: must have a length and samples by number, or be iterable"
+        )
+    return errors or _size_errors(order, needs_samples)
+
+
+def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
     if order.num_batches == 0:
         return [f"the dataset has {order.num_samples} samples: no batch of {order.batch_size}; give it more"]
     rest = order.num_samples % order.batch_size
@@ -250,28 +268,3 @@ def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
             f"for each of its {order.replicas} replicas; set drop_last=True, or use another batch_size"
         ]
     return []
-
-
-# Random numbers that depend on a sample, and not on the process that loads it, or on the samples before it.
-
-
-@contextmanager
-def seeded(*numbers: int) -> Iterator[Callable[..., None]]:
-    """Seed torch, numpy and Python inside; gives a function that seeds again. Then all go on as before."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        _seed(*numbers)
-        yield _seed
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def _seed(*numbers: int) -> None:
-    mixed = 0
-    for number in numbers:
-        mixed = mix((mixed ^ number) + WEYL)
-    torch.default_generator.manual_seed(mixed)
-    np.random.seed(mixed % 2**32)
-    random.seed(mixed)

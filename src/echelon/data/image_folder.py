@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.data.corpus import unreadable
+from echelon.data.documents import unreadable
 from echelon.data.sampler import Split
 from echelon.errors import UserError, raise_errors
 

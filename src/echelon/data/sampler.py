@@ -18,7 +18,9 @@ import numpy.typing as npt
 import torch
 
 from echelon.data.corpus import Corpus
+from echelon.data.packing import row_positions, without_next_documents
 from echelon.errors import did_you_mean, raise_errors
+from echelon.nn.batch import Inputs
 from echelon.nn.hashing import ROUNDS
 
 Split = Literal["train", "validation"]
@@ -104,8 +106,11 @@ class Batches:
         """Samples in one epoch."""
         return num_windows(len(self.corpus), self.sequence, self.split, self.validation_fraction)
 
-    def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[Any, torch.Tensor]:
         """Return (inputs, targets) of `step`, int64 [rows, sequence]; `part=(i, n)`: those of replica i of n.
+
+        Of a corpus of documents, inputs are `Inputs(tokens, position_ids=…)`, whose positions start again
+        with each document; the last token of one has no target (-100).
 
         Rows are split as numpy.array_split does: if the batch is not divisible by n, the first replicas have
         one row more.
@@ -119,8 +124,15 @@ class Batches:
         windows = order_samples(samples, self.windows, self.seed)
         first_token = len(self.corpus) - self.tokens if self.split == "validation" else 0
         starts = first_token + windows * self.sequence
-        block = torch.from_numpy(self.corpus.windows(starts, self.sequence + 1))
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        block = self.corpus.windows(starts, self.sequence + 1)
+        inputs, targets = torch.from_numpy(block[:, :-1].copy()), block[:, 1:]
+        if self.corpus.starts is None:
+            return inputs, torch.from_numpy(targets.copy())
+        places = starts[:, None] + np.arange(self.sequence + 1)
+        positions = row_positions(places, self.corpus.starts)
+        targets = without_next_documents(targets, positions)
+        position_ids = torch.from_numpy(positions[:, :-1].copy())
+        return Inputs(inputs, position_ids=position_ids), torch.from_numpy(targets)
 
 
 def order_samples(samples: Places, n: int, seed: int) -> Places:

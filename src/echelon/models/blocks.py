@@ -47,7 +47,8 @@ class Rotary:
         return cls(config.head_dim, config.rope_theta, config.rope_scaling)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, each [sequence, head_width / 2], for positions [sequence].
+        """Cosine and sine, each [sequence, head_width / 2], for positions [sequence]; both may have samples
+        before the sequence.
 
         In `dtype`, but at least float32: at position 100000 a bfloat16 angle is meaningless.
         """
@@ -60,14 +61,14 @@ class Rotary:
             span = scaling.high_freq_factor - scaling.low_freq_factor
             kept = ((turns_in_original - scaling.low_freq_factor) / span).clamp(0, 1)
             frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-        turns = positions.to(precise)[:, None] * frequencies
+        turns = positions.to(precise)[..., None] * frequencies
         return turns.cos(), turns.sin()
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Turn queries or keys [batch, heads, sequence, E]. Number i of a head pairs with number i + E/2, as in
     Hugging Face files."""
-    cos, sin = angles
+    cos, sin = (each.unsqueeze(-3) for each in angles)  # the same for all heads
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(x.dtype)
@@ -121,7 +122,7 @@ class TokenEmbedding(nn.Module):
         self.tokens = Embedding(config.vocab, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:  # noqa: ARG002
         x: Tensor = self.dropout(self.tokens(tokens))
         return x
 
@@ -147,17 +148,22 @@ class Attention(nn.Module):
             nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else None for _ in range(2)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """`position_ids`: of packed documents, if the view was not told of them."""
         query = self._split_heads(self.query(x))
         key = self._split_heads(self.key(x))
         value = self._split_heads(self.value(x))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        packed = position_ids if position_ids is not None else self.view.packed_positions(query.shape[2])
         if self.rotary is not None:
-            positions = self.view.positions(query.shape[2], query.device)
+            positions = self.view.positions(query.shape[2], query.device) if packed is None else packed
             angles = self.rotary.angles(positions, query.dtype)
             query, key = rotate(query, angles), rotate(key, angles)
-        mixed = self.view.attend(query, key, value)
+        if packed is None:
+            mixed = self.view.attend(query, key, value)
+        else:
+            mixed = self.view.attend_packed(query, key, value, packed)
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
 
@@ -180,8 +186,9 @@ class Block(nn.Module):
         self.mlp = mlp
         self.mlp_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), position_ids)
+        x = x + self.attention_dropout(mixed)
         after: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return after
 

@@ -19,24 +19,32 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
+    end: int | None = None,
 ) -> Tensor:
     """Return the prompt, [sequence] or [batch, sequence], followed by `length` sampled tokens.
 
     Each token is drawn from the `top_k` likeliest (None: from all), with probabilities sharpened by a
     `temperature` below 1; 0 always takes the likeliest. The same seed gives the same tokens and torch's
-    global seed is not touched. The model sees the last `config.sequence` tokens.
+    global seed is not touched. The model sees the last `config.sequence` tokens. A row that has drawn `end`
+    is over and filled up with it; when all are, fewer tokens are returned.
     """
     _check(model, prompt_tokens, length, temperature, top_k)
     tokens = prompt_tokens if prompt_tokens.ndim == 2 else prompt_tokens[None]
     dice = torch.Generator().manual_seed(seed)
     was_training = model.training
+    is_over = torch.zeros(len(tokens), 1, dtype=torch.bool)
     model.eval()
     try:
         for _ in range(length):
             logits = model(tokens[:, -model.config.sequence :])[:, -1]
             # Drawn on the CPU, whose generator gives the same numbers beside every kind of device.
             drawn = _draw(logits.cpu(), temperature, top_k, dice)
+            if end is not None:
+                drawn = drawn.masked_fill(is_over, end)
+                is_over |= drawn == end
             tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+            if bool(is_over.all()):
+                break
     finally:
         model.train(was_training)
     return tokens if prompt_tokens.ndim == 2 else tokens[0]

@@ -29,12 +29,14 @@ from echelon.models.blocks import (
 from echelon.models.config import Family, ModelConfig
 from echelon.models.hf.config import config_differences, config_to_hf
 from echelon.models.hf.names import hf_layout
-from echelon.nn.sequence import WHOLE
+from echelon.nn.sequence import POSITIONS, WHOLE
 from echelon.state.weight_files.layout import WeightLayout
 
 
 class Transformer(nn.Module):
     """Base of the families: token embedding, blocks, head. `config` has its sizes."""
+
+    shared_inputs = (POSITIONS,)  # arguments that every layer may ask its view for
 
     def __init__(
         self, config: ModelConfig, embedding: TokenEmbedding, blocks: Iterable[Block], norm: nn.Module
@@ -56,12 +58,18 @@ class Transformer(nn.Module):
         """Embedding, block 0 … L-1, head: where a pipeline may split. One tensor passes between layers."""
         return [self.embedding, *self.blocks, self.head]
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, sequence] to logits [batch, sequence, vocab]."""
-        x = tokens
-        for layer in self.layers():
-            x = layer(x)
-        return x
+    def forward(self, tokens: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
+        """Tokens [batch, sequence] to logits [batch, sequence, vocab].
+
+        `position_ids`, of the same shape: where they start again, another document begins, and tokens attend
+        to those of their own document alone.
+        """
+        packed = {} if position_ids is None else {POSITIONS: position_ids}
+        x: Tensor = self.embedding(tokens, **packed)
+        for block in self.blocks:
+            x = block(x, **packed)
+        logits: Tensor = self.head(x)
+        return logits
 
     def tie(self) -> None:
         """Make head and embedding share one parameter again, where the config says so.
@@ -117,8 +125,9 @@ class PositionedEmbedding(TokenEmbedding):
         self.positions = Embedding(config.sequence, config.width)
         self.view = WHOLE
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = self.view.positions(tokens.shape[1], tokens.device)
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        packed = position_ids if position_ids is not None else self.view.packed_positions(tokens.shape[1])
+        places = self.view.positions(tokens.shape[1], tokens.device) if packed is None else packed
         length, learned = self.view.whole_length(tokens.shape[1]), self.positions.num_embeddings
         if length > learned:
             raise UserError(

@@ -2,6 +2,16 @@
 
 A layer that needs positions, or mixes them (attention), has an attribute `view`. It is `WHOLE` until context
 parallelism assigns another one.
+
+A row of tokens may hold several documents, one behind the other (packed). Their positions start again:
+
+    tokens       the cat sat . a dog .         attention   ■ · · · · · ·      ■ attends
+    positions     0   1   2  3 0  1  2                     ■ ■ · · · · ·
+                                                           ■ ■ ■ · · · ·
+    So no position attends to another document:            ■ ■ ■ ■ · · ·
+                                                           · · · · ■ · ·
+                                                           · · · · ■ ■ ·
+                                                           · · · · ■ ■ ■
 """
 
 from collections.abc import Iterator, Mapping
@@ -59,8 +69,33 @@ class View:
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
         )
 
+    def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
+        """The same within documents, which positions [batch, sequence] tell apart."""
+        assert self.parts == 1, "ranks that share a sequence take no positions"
+        is_grouped, mask = query.shape[1] != key.shape[1], document_mask(position_ids)
+        return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=is_grouped)
 
+    def packed_positions(self, length: int) -> Tensor | None:
+        """Return the positions [batch, length] of packed documents, if every layer was given some."""
+        given = self.shared.get(POSITIONS)
+        return None if given is None else repeat_last(given, length)
+
+
+POSITIONS = "position_ids"  # the argument of a model, as transformers calls it
 WHOLE = View()
+
+
+def document_mask(position_ids: Tensor) -> Tensor:
+    """Return which positions attend to which, bool [batch, 1, sequence, sequence]: see the picture above."""
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    documents = F.pad(starts.cumsum(-1), (1, 0))
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
+def repeat_last(values: Tensor, length: int) -> Tensor:
+    """[samples, positions] with the last position repeated, as padded hidden states are."""
+    missing = length - values.shape[1]
+    return values if missing == 0 else torch.cat([values, values[:, -1:].expand(-1, missing)], 1)
 
 
 def assign(model: nn.Module, view: View, wrapping: Wrapping) -> int:

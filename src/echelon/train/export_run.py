@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.data.tokenizer import copy_tokenizer
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import ModelConfig, build_without_memory
 from echelon.nn.huggingface import config_json, weight_layout
@@ -25,7 +26,7 @@ from echelon.state.weight_files.tensor_file import TensorEntry
 from echelon.state.weight_files.weight_folder import read_json
 from echelon.train.jobs.job_file import read_values
 from echelon.train.runs.run_folder import link_errors
-from echelon.train.task import config_of
+from echelon.train.task import TOKENIZER_FOLDER, config_of
 
 EXPORTS = "export"
 FORMATS = ("hf", "safetensors", "dcp")
@@ -64,6 +65,8 @@ def export_run(
         entries = layout.entries({name: weights.dtype(names[name]) for name in layout.needed_names()})
         config = config_json(model, entries[0].dtype)
         write_folder(folder, entries, layout.joined(weights.named(model)), config, shard_bytes)
+        if run is not None:
+            copy_tokenizer(run / TOKENIZER_FOLDER, folder)
     elif to == "dcp":
         entries = weights.entries(model)
         write_dcp(folder, entries, weights.named(model))

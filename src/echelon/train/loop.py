@@ -35,7 +35,7 @@ from echelon.train.jobs.job import Job
 from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.runs.stopping import StopRequest
-from echelon.train.task import Task, open_task
+from echelon.train.task import TOKENIZER_FOLDER, Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
 
@@ -55,8 +55,7 @@ def train_rank(
         return _train(job, folder, report, stop)
 
 
-def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
-    torch.manual_seed(job.seed)
+def _make_engine(job: Job) -> tuple[Task, Engine]:
     measures = Plan.parse(job.plan).pipeline == AUTO
     with host_work("the data and the model"):
         task = open_task(job)
@@ -83,11 +82,18 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
         average=job.average,
         layers=job.layers,
     )
+    return task, engine
+
+
+def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
+    torch.manual_seed(job.seed)
+    task, engine = _make_engine(job)
     first = engine.mesh.rank == 0
     checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
     checkpoints.check_room(state_bytes(job, task.config))
     step = checkpoints.load_last()
     if first:
+        task.keep_reader(folder / TOKENIZER_FOLDER)
         if step == 0 and last_step(folder / METRICS):
             report(Noted("no checkpoint was whole yet: training begins again at step 1"))
         report(_started(task, engine, checkpoints, step))
@@ -105,8 +111,12 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
             step = training.roll_back(trouble)
     training.tell_last_skipped()
     engine.export(folder / "model")
+    if first:
+        task.keep_reader(folder / "model")
     if job.average is not None:
         engine.export(folder / "model-averaged", averaged=True)
+        if first:
+            task.keep_reader(folder / "model-averaged")
     checkpoints.finish()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:

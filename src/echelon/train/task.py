@@ -19,6 +19,7 @@ from echelon.data import (
     ImageData,
     TrainingImages,
     ValidationImages,
+    load_tokenizer,
     num_windows,
     open_corpus,
     open_images,
@@ -41,6 +42,21 @@ from echelon.models import (
 from echelon.nn.losses import IGNORED_TARGET
 from echelon.plan import Plan
 from echelon.train.jobs.job import Job
+from echelon.train.runs.run_folder import explain_os_errors
+
+
+def open_text(job: Job, vocab: int) -> Corpus:
+    """Open the corpus of a job with its tokenizer."""
+    data, source = job.data, job.tokenizer
+    tokenizer = None if source is None else load_tokenizer(source)
+    return open_corpus(
+        data.text_source,
+        vocab=vocab,
+        dtype=data.dtype,
+        tokenizer=tokenizer,
+        field=data.field,
+        cache=data.cache,
+    )
 
 
 def make_batches(job: Job, corpus: Corpus) -> tuple[Batches, Batches | None]:
@@ -59,6 +75,7 @@ def make_batches(job: Job, corpus: Corpus) -> tuple[Batches, Batches | None]:
 
 
 SAMPLE_TOKENS = 300
+TOKENIZER_FOLDER = "tokenizer"  # of a run
 DEFAULT_EVALUATE_BATCHES = 4
 
 
@@ -72,7 +89,7 @@ class LanguageTask:
 
     def __init__(self, job: Job) -> None:
         self.config = job.model.config()
-        self._corpus = open_corpus(job.data.text_source, vocab=self.config.vocab, dtype=job.data.dtype)
+        self._corpus = open_text(job, self.config.vocab)
         self.training, self.validation = make_batches(job, self._corpus)
         self.num_parameters = self.config.num_parameters
         self.data_name, self.data_size = self._corpus.name, self.training.tokens
@@ -89,6 +106,12 @@ class LanguageTask:
 
     def sample(self, folder: Path) -> str:
         return sample(load_hf(folder), self._corpus)
+
+    def keep_reader(self, folder: Path) -> None:
+        """Put the tokenizer beside the weights in `folder`."""
+        if self._corpus.tokenizer is not None:
+            with explain_os_errors(folder):
+                self._corpus.tokenizer.save(folder)
 
 
 def sample(model: Transformer, corpus: Corpus) -> str:
@@ -130,6 +153,9 @@ class ImageTask:
 
     def load(self, folder: str | Path) -> ImageModel:
         return load_image(folder)
+
+    def keep_reader(self, folder: Path) -> None:
+        """Images are read without one."""
 
     @torch.no_grad()
     def sample(self, folder: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.batch import tensors_of
+from echelon.nn.batch import call, tensors_of
 from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
 from echelon.nn.dropout.modules import key_dropout
 from echelon.nn.dropout.training_position import scope
@@ -197,7 +197,7 @@ class ReferenceModel:
         labels are the targets, which a model takes for its own loss alone."""
         if not isinstance(batch, Mapping):
             inputs, targets = batch
-            return self.model(cast_floats(inputs, self._dtype)), targets
+            return call(self.model, cast_floats(inputs, self._dtype)), targets
         arguments = dict(cast_floats(batch, self._dtype))
         if self._case.loss is not None:
             labels = arguments.pop("labels")

@@ -28,7 +28,7 @@ def test_a_mask_and_positions_are_for_every_layer() -> None:
         context=1,
     )
     assert inputs.args == (tokens,)
-    assert inputs.shared == {"attention_mask": right, "position_ids": tokens}
+    assert inputs.shared == {"attention_mask": right, "position_ids": tokens, "use_cache": False}
 
 
 def test_a_mask_without_padding_is_dropped() -> None:

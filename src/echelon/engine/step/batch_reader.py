@@ -20,10 +20,11 @@ from echelon.errors import UserError, raise_errors
 from echelon.nn.batch import Batch, CallSignature, Inputs, ObjectiveInputs
 from echelon.nn.huggingface.adapters import adapted_model
 from echelon.nn.huggingface.families import find_family
-from echelon.nn.huggingface.inputs import layer_inputs
+from echelon.nn.huggingface.inputs import CACHE, layer_inputs
 from echelon.nn.huggingface.own_loss import shift
 from echelon.nn.layering import listed_layers
 from echelon.nn.losses import Loss
+from echelon.nn.sequence import POSITIONS
 from echelon.parallel.own_loss import ObjectiveLoss, OwnLoss, takes_next_labels
 from echelon.plan import AUTO, Plan
 
@@ -41,6 +42,8 @@ class BatchReader:
         self._objective = loss.objective if isinstance(loss, ObjectiveLoss) else None
         self._is_family = by_layers and find_family(adapted_model(model)) is not None
         self._first = CallSignature.of(listed_layers(model)[0]) if by_layers else None
+        # Arguments of the model that its layers ask their view for.
+        self._shared: tuple[str, ...] = tuple(getattr(model, "shared_inputs", ())) if by_layers else ()
         config = getattr(model, "config", None)
         self._adds_no_gate_loss = getattr(config, _GATE_LOSS, None) is False
         self._checked: set[object] = set()  # the forms of calls that are known to be right
@@ -67,6 +70,7 @@ class BatchReader:
             return whole
         inputs, targets = self._divide(to_plain(batch))
         if isinstance(inputs, Inputs):
+            inputs = self._without_cache(inputs)
             self._check(self._signature, inputs)
             inputs = inputs if self._first is None else self._for_layers(inputs, targets)
         check_batch((inputs, targets))
@@ -122,6 +126,12 @@ class BatchReader:
             )
         return _named(value)
 
+    def _without_cache(self, inputs: Inputs) -> Inputs:
+        """Positions of sequences in a row separate them in transformers only where no cache is made."""
+        if POSITIONS not in inputs.kwargs or CACHE in inputs.kwargs or CACHE not in self._signature.named:
+            return inputs
+        return Inputs(*inputs.args, **inputs.kwargs, **{CACHE: False})
+
     def _check(self, signature: CallSignature, inputs: Inputs) -> None:
         form = (signature, len(inputs.args), *inputs.kwargs)
         if form not in self._checked:
@@ -175,6 +185,11 @@ class BatchReader:
         assert self._first is not None
         if self._first.takes_one and len(inputs.args) > 1 and not inputs.kwargs:
             return inputs.for_layers({}, as_one=True)
+        shared = {name: inputs.kwargs[name] for name in self._shared if name in inputs.kwargs}
+        if shared:
+            check_shared(shared, self._plan)
+            own = {name: value for name, value in inputs.kwargs.items() if name not in shared}
+            inputs = Inputs(*inputs.args, **own).for_layers(shared)
         errors = self._first.errors(inputs.args, inputs.kwargs)
         if errors:
             raise UserError(
@@ -183,6 +198,15 @@ class BatchReader:
                 errors,
             )
         return inputs
+
+
+def check_shared(shared: Mapping[str, Any], plan: Plan) -> None:
+    """Refuse positions of documents where ranks share a sequence, and count its positions themselves."""
+    if POSITIONS in shared and plan.context > 1:
+        raise UserError(
+            f"plan '{plan}': {POSITIONS} with context={plan.context}: ranks that share a sequence cannot "
+            "tell the documents of a packed batch apart; use context=1, or batches without packing"
+        )
 
 
 def read_sample(model: nn.Module, plan: Plan, loss: Loss, sample_batch: Any) -> Batch | None:

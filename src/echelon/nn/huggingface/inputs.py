@@ -12,12 +12,14 @@ from torch import Tensor
 from echelon.errors import UserError, raise_errors
 from echelon.nn.batch import Inputs
 from echelon.nn.losses import IGNORED_TARGET
+from echelon.nn.sequence import POSITIONS
 
-MASK, POSITIONS = "attention_mask", "position_ids"
+MASK = "attention_mask"
+CACHE = "use_cache"  # for generation: with one, transformers does not tell sequences in a row apart
 _TOKENS = "input_ids"
 # Options that change nothing at these values: layers have no caches and return only logits.
 _DEFAULTS: Mapping[str, tuple[object, ...]] = {
-    "use_cache": (True, False),
+    CACHE: (True, False),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
     "output_router_logits": (False,),
@@ -40,7 +42,7 @@ def layer_inputs(arguments: Mapping[str, Any], targets: Any, *, context: int) ->
             shared[MASK] = mask
     if positions is not None:
         _check_positions(positions, tokens, context)
-        shared[POSITIONS] = positions
+        shared |= {POSITIONS: positions, CACHE: False}  # for the model's own forward, if that is called
     return Inputs(tokens).for_layers(shared)
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
-from echelon.nn.huggingface.inputs import MASK, POSITIONS
-from echelon.nn.sequence import WHOLE, View
+from echelon.nn.huggingface.inputs import MASK
+from echelon.nn.sequence import POSITIONS, WHOLE, View, repeat_last
 
 
 class LayerInputs:
@@ -56,10 +56,10 @@ class LayerInputs:
         if (
             POSITIONS in view.shared and self.masks_take_positions
         ):  # several sequences in a row are told apart by them
-            given["position_ids"] = padded(view.shared[POSITIONS], shaped.shape[1])
+            given["position_ids"] = repeat_last(view.shared[POSITIONS], shaped.shape[1])
         if MASK in view.shared:  # and there is padding: to look for some would stop the host
             given["allow_is_causal_skip"] = False
-        mask = padded(view.shared[MASK], shaped.shape[1]) if MASK in view.shared else None
+        mask = repeat_last(view.shared[MASK], shaped.shape[1]) if MASK in view.shared else None
         return make(
             config=self.config, inputs_embeds=shaped, attention_mask=mask, past_key_values=None, **given
         )
@@ -68,14 +68,8 @@ class LayerInputs:
 def positions_of(view: View, length: int, device: torch.device) -> Tensor:
     """Return the positions of the batch, or those of the sequence, [1, length]."""
     if POSITIONS in view.shared:
-        return padded(view.shared[POSITIONS], length)
+        return repeat_last(view.shared[POSITIONS], length)
     return view.positions(length, device)[None]
-
-
-def padded(values: Tensor, length: int) -> Tensor:
-    """[samples, positions] with the last position repeated, as the hidden states are."""
-    missing = length - values.shape[1]
-    return values if missing == 0 else torch.cat([values, values[:, -1:].expand(-1, missing)], 1)
 
 
 class Embedding(nn.Module):
@@ -198,7 +192,7 @@ def _biases(family: str, x: Tensor, heads: int, view: View) -> Tensor:
     length = x.shape[1] * view.stretch
     keys = torch.ones(x.shape[0], length, dtype=torch.int64, device=x.device)
     if MASK in view.shared:  # padding is at no distance
-        keys = padded(view.shared[MASK], length)
+        keys = repeat_last(view.shared[MASK], length)
     biases: Tensor = modeling.build_alibi_tensor(keys, heads, dtype=x.dtype)
     return biases
 

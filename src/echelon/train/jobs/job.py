@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
+from echelon.data.tokenizer import has_tokenizer
 from echelon.errors import UserError
 from echelon.models import (
     ExpertsConfig,
@@ -131,10 +132,13 @@ def _given(table: ExpertsJob | ModelJob) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DataJob(_Table):
-    """The source of tokens: `stdlib`, a text file, a folder of them, or a `.bin` token file. Or of images:
-    `synthetic`, or a folder with one folder for each class."""
+    """The source of tokens: `stdlib`, texts, JSON lines, Parquet, an Arrow folder, or a `.bin` token file. Or
+    of images: `synthetic`, or a folder with one folder for each class."""
 
     source: str | None = None  # by the task
+    tokenizer: str | None = None  # that of model.weights, if it has one; else the bytes of text
+    field: str | None = None  # of a row's text
+    cache: str | None = None  # folder of the tokens
     dtype: str | None = None
     validation_fraction: float = 0.05
     augment: bool | None = None  # of images: yes
@@ -198,6 +202,14 @@ class Job(_Table):
     @property
     def sequence_length(self) -> int:
         return self.sequence or self.model.config().sequence
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The file or folder of the tokenizer; None: the bytes of text are its tokens."""
+        if self.data.tokenizer is not None:
+            return self.data.tokenizer
+        weights = self.model.weights
+        return weights if weights is not None and has_tokenizer(weights) else None
 
     @property
     def warmup(self) -> int:

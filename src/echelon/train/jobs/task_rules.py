@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
 
-from echelon.data import TrainingImages, corpus_errors, open_corpus
+from echelon.data import TrainingImages, corpus_errors
 from echelon.errors import UserError
 from echelon.models import ExpertsConfig, ImageConfig, ModelConfig, build_without_memory
 from echelon.plan import Plan
 from echelon.train.jobs.job import Job
-from echelon.train.task import make_batches, open_data
+from echelon.train.task import make_batches, open_data, open_text
 
 T = TypeVar("T")
 
@@ -55,8 +55,16 @@ _SIZES = (
     *("layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence", "tied", "head_width", "qk_norm"),
     *_EXPERTS,
 )
+_TEXT_KEYS = ("data.dtype", "data.tokenizer", "data.field", "data.cache")
 _TASK_KEYS = {
-    "language": ("sequence", *(f"model.{name}" for name in _SIZES), "data.dtype"),
+    "language": (
+        "sequence",
+        *(f"model.{name}" for name in _SIZES),
+        "data.dtype",
+        "data.tokenizer",
+        "data.field",
+        "data.cache",
+    ),
     "images": ("model.image_size", "model.divisor", "data.augment"),
 }
 
@@ -93,12 +101,20 @@ def check_language_data(job: Job, config: ModelConfig | None, findings: Findings
     """Opens the corpus, so that its errors show before a rank starts."""
     source, dtype = job.data.text_source, job.data.dtype
     where = f"data.source={source}"
-    if not findings.all_valid("data.source", "data.dtype"):
+    if not findings.all_valid("data.source", *_TEXT_KEYS):
         return
     if config is None:
         findings.errors += [f"{where}: {error}" for error in corpus_errors(source, vocab=None, dtype=dtype)]
         return
-    corpus = findings.attempt(lambda: open_corpus(source, vocab=config.vocab, dtype=dtype), where)
+    corpus = findings.attempt(lambda: open_text(job, config.vocab), where)
+    if corpus is not None and corpus.starts is not None and findings.all_valid("plan"):
+        context = Plan.parse(job.plan).context
+        if context > 1:
+            findings.add(
+                f"{where} plan '{job.plan}': ranks that share a sequence (context={context}) cannot tell its "
+                "documents apart; use context=1, or a .bin file of tokens, which is one text",
+                "plan",
+            )
     needed = ("plan", "batch", "sequence", "seed", "data.validation_fraction")
     if corpus is not None and findings.all_valid(*needed):
         findings.attempt(lambda: make_batches(job, corpus), where)
