@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from echelon.collectives import Group, Ledger, group_over
 from echelon.collectives.agreement import agree_on_every_rank
 from echelon.collectives.mesh import this_device
-from echelon.engine.arguments import check_objective
 from echelon.engine.model_checks import accept_model
 from echelon.engine.stage_split import split_stages
 from echelon.engine.step.batch_reader import BatchReader, read_sample
@@ -113,7 +112,6 @@ def refusal(task: Task, text: str) -> str | None:
 
     try:
         plan = Plan.parse(text)
-        check_objective(task.objective, task.loss, plan)
         model = without_memory(task.model)
         with Wrapping() as wrapping:
             model, plan, loss = accept_model(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_arguments, check_objective
+from echelon.engine.arguments import check_arguments
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
@@ -93,7 +93,6 @@ def parallelize(
     given = (boundaries, tensor_table, weights, layers)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
     plan = chosen(plan, Task(model, loss, objective, layers, tensor_table), sample_batch)  # "auto"
-    check_objective(objective, loss, plan)
     updating = (optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         wrapping = undo.enter_context(Wrapping())
