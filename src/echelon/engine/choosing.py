@@ -6,19 +6,15 @@ without memory, whether it can be divided so. All ranks get its answer, and rank
 
 import copy
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.collectives import Group, Ledger, group_over
 from echelon.collectives.agreement import agree_on_every_rank
-from echelon.collectives.mesh import this_device
 from echelon.engine.model_checks import accept_model
 from echelon.engine.stage_split import split_stages
 from echelon.engine.step.batch_reader import BatchReader, read_sample
@@ -32,13 +28,11 @@ from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.tensor.styles import Table
 from echelon.plan import Plan
-from echelon.planner.cluster.cluster import Cluster, Link
-from echelon.planner.cluster.here import cluster_of_reports, device_here
+from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cluster.here import cluster_of_reports, report_of_rank
 from echelon.planner.searching.choice import choose
 from echelon.planner.searching.request import Request, is_request
 from echelon.planner.shape.shape import ModelShape
-
-_PROBE, _TIMES = 4 * 2**20, 5  # bytes of a large message, how often
 
 
 class Task(NamedTuple):
@@ -75,13 +69,6 @@ def chosen(plan: Plan | str, task: Task, sample_batch: Any) -> Plan | str:
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"echelon: {why}", file=sys.stderr, flush=True)
     return str(text)
-
-
-def report_of_rank() -> dict[str, Any]:
-    """What this rank's device is, and its link to the others; all ranks call it at the same time."""
-    device = this_device()
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return device_here(device, None if is_alone else _measure_link(device))
 
 
 def _decide(task: Task, request: Request, cluster: Cluster, sample_batch: Any) -> list[str]:
@@ -135,27 +122,3 @@ def without_memory(model: nn.Module) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
-
-
-def _measure_link(device: torch.device) -> Link:
-    """The link between ranks, from sums of a small message and of a large one: see `ring_seconds`."""
-    assert dist.group.WORLD is not None
-    group = group_over("all", dist.group.WORLD, Ledger())
-    try:
-        small, large = (_seconds_of_sum(group, size, device) for size in (4, _PROBE))
-    finally:
-        group.close()
-    moved = 2 * (group.size - 1) / group.size * _PROBE
-    return Link(moved / max(large - small, 1e-9), small / 2)
-
-
-def _seconds_of_sum(group: Group, size: int, device: torch.device) -> float:
-    message, times = torch.zeros(size // 4, device=device), []
-    for _ in range(1 + _TIMES):
-        group.barrier()
-        start = time.perf_counter()
-        group.all_reduce(message)
-        if message.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return median(times[1:])

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from echelon.planner.cluster.cluster import Link
-from echelon.planner.cluster.here import cluster_of_reports, device_here, devices_here
+from echelon.planner.cluster.here import cluster_of_reports, device_here, devices_here, processor_cluster
 from echelon.planner.cluster.measured import Figures
-from echelon.planner.cluster.read import calibration
+from echelon.planner.cluster.read import calibration, read_cluster
 
 FIGURES = Figures(dict.fromkeys(("fp64", "fp32", "bf16", "fp16"), 1e12), 1e11, 1e10, 5e-6)
 
@@ -45,6 +45,14 @@ def test_other_gpus_are_measured() -> None:
     cluster = cluster_of_reports([report, report])
     assert cluster.device.flops == FIGURES.flops
     assert cluster.device.name == "NVIDIA GeForce RTX 4090"
+
+
+def test_ranks_measure_a_processor_and_more_of_them_share_it() -> None:
+    with_two = read_cluster("cpu:2")
+    assert (with_two.device.name, with_two.count, with_two.per_node) == ("cpu", 2, 2)
+    assert with_two.inside.bandwidth > 1e6
+    many = processor_cluster(16)
+    assert (many.count, many.device.memory) == (16, many.host_memory / 16)
 
 
 def test_this_machine_is_for_some_ranks() -> None:

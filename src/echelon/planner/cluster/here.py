@@ -6,14 +6,20 @@ cluster = cluster_of_reports(reports)     on one of them, from the reports of al
 
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from echelon.collectives import Group, Ledger, group_over
+from echelon.collectives.mesh import this_device
 from echelon.errors import UserError
+from echelon.launching import Ranks
 from echelon.planner.cluster.cluster import Cluster, Device, Link
 from echelon.planner.cluster.measured import GPU, PROCESSOR, Figures, cpu_cluster, measure, typical
 from echelon.planner.cluster.read import calibration, device_of, make_cluster
@@ -21,6 +27,33 @@ from echelon.planner.cluster.read import calibration, device_of, make_cluster
 # Of a GPU without calibration: PCIe 4.0 with 16 lanes, as large copies reach it, and 16 of its cores.
 _PCIE = Link(20e9, 50e-6)
 _CORES = 64
+_PROBE, _TIMES = 4 * 2**20, 5  # bytes of a large message, how often
+_MOST_RANKS = 8  # that measure a processor; more only share its cores further
+
+
+def report_of_rank() -> dict[str, Any]:
+    """What this rank's device is, and its link to the others; all ranks call it at the same time."""
+    device = this_device()
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return device_here(device, None if is_alone else _measure_link(device))
+
+
+def processor_cluster(count: int) -> Cluster:
+    """A cluster of `count` ranks on this machine's processor, which started ranks measure."""
+    started = min(count, _MOST_RANKS)
+    with Ranks(started) as ranks:
+        cluster = cluster_of_reports(ranks.run(report_of_rank))
+    if started == count:
+        return cluster
+    share = started / count
+    flops = {name: share * rate for name, rate in cluster.device.flops.items()}
+    device = replace(
+        cluster.device,
+        flops=flops,
+        bandwidth=share * cluster.device.bandwidth,
+        memory=share * cluster.device.memory,
+    )
+    return replace(cluster, device=device, count=count, per_node=count)
 
 
 def device_here(device: torch.device, link: Link | None = None) -> dict[str, Any]:
@@ -75,3 +108,27 @@ def _measured_gpus(report: Mapping[str, Any], figures: Figures, count: int, link
         launch=figures.launch,
     )
     return Cluster(device, count, count, link, link, _PCIE)
+
+
+def _measure_link(device: torch.device) -> Link:
+    """The link between ranks, from sums of a small message and of a large one: see `ring_seconds`."""
+    assert dist.group.WORLD is not None
+    group = group_over("all", dist.group.WORLD, Ledger())
+    try:
+        small, large = (_seconds_of_sum(group, size, device) for size in (4, _PROBE))
+    finally:
+        group.close()
+    moved = 2 * (group.size - 1) / group.size * _PROBE
+    return Link(moved / max(large - small, 1e-9), small / 2)
+
+
+def _seconds_of_sum(group: Group, size: int, device: torch.device) -> float:
+    message, times = torch.zeros(size // 4, device=device), []
+    for _ in range(1 + _TIMES):
+        group.barrier()
+        start = time.perf_counter()
+        group.all_reduce(message)
+        if message.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])

@@ -87,11 +87,6 @@ def cpu_cluster(figures: Figures, count: int, link: Link | None = None) -> Clust
     return Cluster(device, count, count, link, link, link, host_memory=memory, host_bandwidth=figures.stream)
 
 
-def measure_cpu(count: int) -> Cluster:
-    """Return a cluster of `count` ranks on this machine's processor, by what one process measures."""
-    return cpu_cluster(measure(torch.device("cpu")), count)
-
-
 def _product_rate(
     sizes: Sizes, dtype: torch.dtype, device: torch.device, finish: Callable[[], None]
 ) -> float:

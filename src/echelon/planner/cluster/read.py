@@ -48,9 +48,9 @@ def read_cluster(text: str) -> Cluster:
         errors.append(f"'{digits}' devices: must be an integer from 1 to {_MOST_DEVICES:,}, like h100:64")
     raise_errors(f"cluster '{text}'", errors)
     if name == CPU:
-        from echelon.planner.cluster.measured import measure_cpu  # a second of torch
+        from echelon.planner.cluster.here import processor_cluster  # a second of torch
 
-        return measure_cpu(int(count))
+        return processor_cluster(int(count))
     return make_cluster(calibration(name), int(count))
 
 

@@ -4,13 +4,12 @@ import dataclasses
 import os
 
 from echelon.collectives.agreement import agree_on_every_rank
-from echelon.engine.choosing import report_of_rank
 from echelon.errors import UserError, raise_errors
 from echelon.launching import Ranks, join
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.models import ModelConfig
 from echelon.plan import Plan
-from echelon.planner.cluster.here import cluster_of_reports, devices_here
+from echelon.planner.cluster.here import cluster_of_reports, devices_here, report_of_rank
 from echelon.planner.searching.choice import choose
 from echelon.planner.searching.request import Request, is_request
 from echelon.planner.shape.presets import shape_of
