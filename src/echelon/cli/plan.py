@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,9 +16,10 @@ from echelon.quantities import show_bytes, show_seconds
 if TYPE_CHECKING:
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
-    from echelon.planner.searching.search import SearchResult
+    from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
     from echelon.planner.validate.report import SourceErrors
+    from echelon.train.plan_trials import Work
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
@@ -36,6 +37,16 @@ PlanText = Annotated[str | None, typer.Option("--plan", help="Predict this plan 
 Precision = Annotated[str, typer.Option(help=f"Of the search: {', '.join(_PRECISIONS)}.")]
 Top = Annotated[str, typer.Option(metavar="INTEGER", help="How many plans to show.")]
 Emit = Annotated[Path | None, typer.Option(help="Write a job file with the best plan, for echelon train.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Run a rank of the plan, without others: its bytes and messages.")
+]
+Rank = Annotated[str, typer.Option(metavar="INTEGER", help="Of the dry run.")]
+Measure = Annotated[
+    str | None,
+    typer.Option(
+        metavar="INTEGER", help="Run so many of the best plans here for a few steps, and sort them."
+    ),
+]
 Validate = Annotated[
     Path | None, typer.Option(help="Compare predictions with the published runs of this CSV file.")
 ]
@@ -50,6 +61,9 @@ def plan(
     precision: Precision = "bf16",
     top: Top = "10",
     emit: Emit = None,
+    dry_run: DryRun = False,
+    rank: Rank = "0",
+    measure: Measure = None,
     validate: Validate = None,
     as_json: Json = False,
 ) -> None:
@@ -58,22 +72,40 @@ def plan(
         _validate(validate, as_json)
         return
     errors: list[str] = []
-    numbers = _numbers(batch, sequence, top, errors)
+    size, tokens, count = _numbers(batch, sequence, top, errors)
+    most = read_count("--measure", measure, errors)
+    if not (rank.isascii() and rank.isdecimal()):
+        errors.append(f"--rank {rank}: must be an integer, at least 0")
     if precision not in _PRECISIONS:
         errors.append(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
     shape, machines = _inputs(model, cluster, errors)
     raise_errors("echelon plan", errors)
     assert shape is not None
     assert machines is not None
-    size, tokens, count = numbers
     assert size is not None
     assert count is not None
+    screen = console(as_json)
+    result: dict[str, Any] = {"model": shape.name}
     if plan_text is not None:
-        _predict(shape, machines, plan_text, size, tokens, as_json)
-        _emit(emit, str(model), plan_text, size, tokens)
+        best: tuple[Found, ...] = (_predict(shape, machines, plan_text, size, tokens),)
+        result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
+        _show_prediction(best[0].prediction, screen)
     else:
-        best = _search(shape, machines, size, tokens, precision, count, as_json)
-        _emit(emit, str(model), best, size, tokens)
+        found = _search(shape, machines, size, tokens, precision, max(count, most or 0))
+        best = found.best
+        result |= found.to_dict()
+        _show_search(found, screen)
+    if best and (dry_run or most is not None):
+        work = _work(str(model), size, tokens or shape.sequence)
+        if dry_run:
+            result["dry_run"] = _dry_run(work, best[0], int(rank), screen)
+        if most is not None:
+            best, result["measured"] = _measure(work, best[:most], machines, screen)
+    if as_json:
+        print_json(result)
+    if not best:
+        raise typer.Exit(1)
+    _emit(emit, str(model), best[0].plan, size, tokens)
 
 
 def _numbers(
@@ -114,44 +146,49 @@ def _inputs(
 
 
 def _predict(
-    shape: "ModelShape",
-    machines: "Cluster",
-    text: str,
-    batch: int,
-    sequence: int | None,
-    as_json: bool,
-) -> None:
+    shape: "ModelShape", machines: "Cluster", text: str, batch: int, sequence: int | None
+) -> "Found":
     from echelon.plan import Plan
     from echelon.planner.foresight.predict import predict
+    from echelon.planner.searching.search import Found
 
     parsed = Plan.parse(text)
-    prediction = predict(shape, parsed, machines, batch, sequence)
-    if as_json:
-        print_json({"model": shape.name, "plan": str(parsed), **prediction.to_dict()})
-    else:
-        _show_prediction(prediction, console(as_json))
+    return Found(str(parsed), predict(shape, parsed, machines, batch, sequence))
 
 
 def _search(
-    shape: "ModelShape",
-    machines: "Cluster",
-    batch: int,
-    sequence: int | None,
-    precision: str,
-    top: int,
-    as_json: bool,
-) -> str:
-    """Show the best plans, and return the best."""
+    shape: "ModelShape", machines: "Cluster", batch: int, sequence: int | None, precision: str, top: int
+) -> "SearchResult":
     from echelon.planner.searching.search import search
 
-    result = search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
-    if as_json:
-        print_json({"model": shape.name, **result.to_dict()})
-    else:
-        _show_search(result, console(as_json))
-    if not result.best:
-        raise typer.Exit(1)
-    return result.best[0].plan
+    return search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
+
+
+def _work(model: str, batch: int, sequence: int) -> "Work":
+    from echelon.train.plan_trials import Work, config_of_model
+
+    return Work(config_of_model(model), batch, sequence)
+
+
+def _dry_run(work: "Work", found: "Found", rank: int, screen: Console) -> dict[str, Any]:
+    from echelon.cli.plan_checks import show_dry_run
+    from echelon.train.plan_trials import dry_run_of
+
+    run = dry_run_of(work, found.plan, rank)
+    show_dry_run(run, found.prediction, screen)
+    return run.to_dict()
+
+
+def _measure(
+    work: "Work", best: tuple["Found", ...], machines: "Cluster", screen: Console
+) -> tuple[tuple["Found", ...], list[dict[str, Any]]]:
+    """Run these plans; return them in the order of what they took."""
+    from echelon.cli.plan_checks import measure, show_trials
+
+    trials = measure(work, best, machines)
+    show_trials(trials, best, screen)
+    order = [trial.plan for trial in trials]
+    return tuple(sorted(best, key=lambda each: order.index(each.plan))), [each._asdict() for each in trials]
 
 
 def _show_prediction(prediction: "Prediction", screen: Console) -> None:

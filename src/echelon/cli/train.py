@@ -51,13 +51,17 @@ def train(
     if not is_under_torchrun() and (job is None or job.exists()):
         start_fork_server("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
+    from echelon.train.jobs.auto_plan import with_chosen_plan
     from echelon.train.jobs.job_file import read_job
     from echelon.train.runs.resume import resume as find_run
     from echelon.train.trainer import train as run
 
     continued = find_run(job, settings or (), plan) if resume else None
-    job_to_run = read_job(job, settings or (), plan) if continued is None else continued.job
+    read = read_job(job, settings or (), plan) if continued is None else continued.job
     screen = console(as_json)
+    job_to_run, why = with_chosen_plan(read)
+    if why:
+        screen.print(why, markup=False, soft_wrap=True)
     with ctrl_c_keeps_notes(), Display(job_to_run, screen) as display:
         path = None if continued is None else continued.path
         summary = run(job_to_run, display.show, resume=path, elastic=elastic)

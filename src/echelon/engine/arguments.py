@@ -16,6 +16,7 @@ from echelon.engine.audit import MODES
 from echelon.engine.saving.restore import check_whole
 from echelon.errors import UserError, raise_errors
 from echelon.plan import AUTO, Plan
+from echelon.planner.searching.request import Request, is_request
 from echelon.update.precision.loss_scaling import loss_scale_errors
 
 
@@ -126,7 +127,7 @@ def _plan_errors(plan: object) -> list[str]:
     if not isinstance(plan, str):
         return [f"plan is a {type(plan).__name__}: must be an echelon.Plan or its text, like 'data=2'"]
     try:
-        Plan.parse(plan)
+        _ = Request.parse(plan) if is_request(plan) else Plan.parse(plan)
     except UserError as refusal:
         return [f"plan: {error}" for error in refusal.errors]
     return []
@@ -179,6 +180,8 @@ def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
         return [f"boundaries={boundaries!r}: must be a list of integers, like [3, 6], or None"]
     if not boundaries or _plan_errors(plan):
         return []
+    if is_request(plan):
+        return [f"boundaries={list(boundaries)} with plan '{plan}': it chooses the stages too; drop them"]
     pipeline = (Plan.parse(plan) if isinstance(plan, str) else plan).pipeline
     if pipeline not in (1, AUTO):
         return []

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from echelon.engine.arguments import check_model
+from echelon.engine.arguments import check_model, check_objective
 from echelon.errors import raise_errors
 from echelon.nn.batch import Objective
 from echelon.nn.huggingface.adapters import exchanges_parameter, is_packed, reason_not_passed_on
@@ -47,6 +47,7 @@ def accept_model(
     """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
     may be the model's own. `layers`: the names of the lists that have the model's layers."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    check_objective(objective, loss, plan)
     check_wrappers(model)
     model = without_compiling(model, wrapping)
     check_content(model, plan)

@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_arguments, check_objective
+from echelon.engine.arguments import check_arguments
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.auto import resolve
+from echelon.engine.choosing import Task, chosen
 from echelon.engine.compiling import compile_layers, compiler_options
 from echelon.engine.engine import Engine
 from echelon.engine.model_checks import accept_model
@@ -79,10 +80,11 @@ def parallelize(
     precision=fp16. `seed` is that of dropout, whose masks do not depend on the plan; None leaves them to
     torch. `prefetch`: units that zero=3 gathers ahead; `smallest_unit`: bytes that make a module a unit, if
     the model lists no layers. `layers`: the list (or lists) in the model whose children are its layers, like
-    "transformer.h", if it lists none. `boundaries`: the layers before which stages begin, if not evenly, and
-    `sample_batch` is what pipeline=auto measures them on. `tensor_table`: {"blocks.*.up": "column", …} for
-    modules that tensor parallelism does not know. `weights`: a Hugging Face folder, of which each rank reads
-    its part. `resident_bytes`: of weights that stay on the device with offload=parameters. `audit`: the steps
+    "transformer.h", if it lists none. `boundaries`: the layers before which stages begin, if not evenly.
+    `sample_batch`: a global batch; the plan "auto" is chosen for it, and pipeline=auto measures layers on it.
+    `tensor_table`: {"blocks.*.up": "column", …} for modules that tensor parallelism does not know.
+    `weights`: a Hugging Face folder, of which each rank reads its part. `resident_bytes`: of weights that
+    stay on the device with offload=parameters. `audit`: the steps
     that are compared with one device before they change a weight: "sampled" (1, 2, 4, 8, …), "first",
     "always" or "off". Every `check_every` steps ranks compare what all hold alike. `nonfinite`: a step not
     finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
@@ -90,7 +92,7 @@ def parallelize(
     """
     given = (boundaries, tensor_table, weights, layers)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
-    check_objective(objective, loss, plan)
+    plan = chosen(plan, Task(model, loss, objective, layers, tensor_table), sample_batch)  # "auto"
     updating = (optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         wrapping = undo.enter_context(Wrapping())

@@ -132,6 +132,15 @@ def broken_rules(plan: Plan, invalid: Collection[str] = ()) -> Iterator[str]:
             yield f"{' '.join(shown)}: {rule.error(plan)}"
 
 
+def read_words(text: str) -> dict[str, Any]:
+    """The values of `field=value` words that are a part of a plan, so that no rule between fields holds yet.
+    A UserError lists every error of the text."""
+    texts, misspelt = _split(text)
+    values, errors = _read_fields(texts)
+    raise_errors(f"plan '{text}'", [*misspelt.values(), *errors.values()])
+    return values
+
+
 def draft(values: Mapping[str, Any]) -> Plan:
     """An unchecked plan for the rules to read: defaults where `values` has no entry."""
     plan = object.__new__(Plan)
@@ -149,7 +158,12 @@ def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
         return {}, {text: f"{text!r}: {str(error).lower()}; close the quote"}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not value:
+        if word == AUTO:
+            errors[word] = (
+                "auto: the planner chooses for parallelize and `echelon train`, where it is the first word; "
+                "here say a plan, like data=2 (`echelon plan` shows the best)"
+            )
+        elif not equals or not value:
             errors[word] = f"{word}: must be written field=value, like data=2"
         elif name not in FIELDS:
             errors[word] = f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}"

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from echelon.errors import UserError
+from echelon.plan import Plan
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.predict import forecast_of, predict
+from echelon.planner.searching.request import Request
 from echelon.planner.searching.search import search
 from echelon.planner.searching.space import layouts, savers, shardings
 from echelon.planner.shape.presets import preset_shape
@@ -19,12 +21,13 @@ from echelon.planner.shape.presets import preset_shape
 def test_the_best_plan_is_the_best_of_all(model: str, devices: str, batch: int) -> None:
     shape, cluster = replace(preset_shape(model), sequence=2048), read_cluster(devices)
     precision = "fp16" if "v100" in devices else "bf16"
+    request = Request(f"precision={precision}")
     forecast = forecast_of(shape, cluster)
     seconds = [
         prediction.step_seconds
-        for layout in layouts(shape, cluster, batch, precision)
-        for sharded in shardings(layout, cluster.per_node)
-        for variants in savers(sharded)
+        for layout in layouts(shape, cluster, batch, request)
+        for sharded in shardings(layout, cluster.per_node, request)
+        for variants in savers(sharded, request)
         for settings in variants
         if (prediction := forecast.predict(settings, batch)).fits
     ]
@@ -60,3 +63,12 @@ def test_a_batch_that_divides_nothing_is_told() -> None:
     assert "evenly" in search(preset_shape("gpt-tiny"), read_cluster("h100:7"), 3).advice
     with pytest.raises(UserError, match="batch=0"):
         search(preset_shape("gpt-tiny"), read_cluster("h100:1"), 0)
+
+
+def test_a_request_is_searched_as_well() -> None:
+    shape, cluster = preset_shape("llama3-8b"), read_cluster("h100:8")
+    found = search(
+        shape, cluster, 16, sequence=4096, request=Request("tensor=2 zero=1 precision=bf16"), top=5
+    )
+    plans = [Plan.parse(each.plan) for each in found.best]
+    assert [(plan.tensor, plan.zero) for plan in plans] == [(2, 1)] * 5

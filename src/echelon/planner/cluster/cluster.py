@@ -4,7 +4,7 @@ A ring over several nodes crosses each boundary over the network cards of all it
 with g devices in a node has g times the rate of one card: see `Cluster.link`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from echelon.errors import UserError, raise_errors
@@ -21,6 +21,7 @@ class Device:
     attention        share of `flops` that fused attention reaches, forward; backward is slower
     stream           share of `bandwidth` that kernels reach which only read and write
     launch           seconds of a kernel that has nothing to do
+    reserve          bytes that are always taken: a context, and what NCCL allocates
     """
 
     name: str
@@ -35,6 +36,7 @@ class Device:
     attention: float = 0.5
     stream: float = 0.8
     launch: float = 5e-6
+    reserve: float = 1.5e9
 
     def rate(self, precision: str) -> float:
         """Operations per second of this type; the widest that is there for a type that is not."""
@@ -97,6 +99,10 @@ class Cluster:
             return self.inside
         rate = min(self.inside.bandwidth, inside * self.between.bandwidth)
         return Link(rate, self.between.latency)
+
+    def limited_to(self, memory: float) -> "Cluster":
+        """The cluster with so many bytes for tensors on each device."""
+        return replace(self, device=replace(self.device, memory=memory, reserve=0.0))
 
     def __hash__(self) -> int:
         return hash((self.device.name, self.count, self.per_node, self.between, self.inside))

@@ -10,6 +10,7 @@ A file has all figures of a device and its links, and may start from one that is
     latency = 10e-6
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
@@ -23,6 +24,7 @@ _FOLDER = Path(__file__).resolve().parent.parent / "calibration"
 _KERNELS = ("matrix", "matrix_knee", "fp8", "fp4", "attention", "stream", "launch")
 _DEVICE = ("memory", "bandwidth", "cores", *_KERNELS)
 _NODE = ("per_node", "host_memory", "host_bandwidth", "stragglers", "price")
+_A100_40 = re.compile(r"a100.*40 ?gb")
 CPU = "cpu"  # of this machine, measured
 _LINKS = ("inside", "between", "host")
 _MOST_DEVICES = 10**6
@@ -46,10 +48,21 @@ def read_cluster(text: str) -> Cluster:
         errors.append(f"'{digits}' devices: must be an integer from 1 to {_MOST_DEVICES:,}, like h100:64")
     raise_errors(f"cluster '{text}'", errors)
     if name == CPU:
-        from echelon.planner.cluster.measured import measure_cpu  # a second of torch
+        from echelon.planner.cluster.here import processor_cluster  # a second of torch
 
-        return measure_cpu(int(count))
+        return processor_cluster(int(count))
     return make_cluster(calibration(name), int(count))
+
+
+def device_of(name: str) -> str:
+    """The calibration for a device as a table spells it: 'DGX-GB200' → 'gb200', 'a100_80gb' → 'a100-80'."""
+    key = name.lower()
+    if "a100" in key:
+        return "a100-40" if _A100_40.search(key) else "a100-80"
+    found = [device for device in device_names() if device.removesuffix("x") in key]
+    if not found:
+        raise UserError(f"gpu={name!r}: has no calibration; there is one for {', '.join(device_names())}")
+    return max(found, key=len)
 
 
 @lru_cache(maxsize=64)

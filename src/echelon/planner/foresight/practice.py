@@ -86,8 +86,11 @@ ECHELON = Practice(
     most_logits=2 * 2**30,
     fills_first=True,
 )
-# On a processor, RMSNorm is several kernels of torch, and each saves what it was given.
-ECHELON_CPU = replace(ECHELON, name="echelon on a processor", norm_bytes=6.0)
+# On a processor, RMSNorm is several kernels of torch, and each saves what it was given. The cores
+# that compute also move what ranks send, so nothing is hidden.
+ECHELON_CPU = replace(
+    ECHELON, name="echelon on a processor", norm_bytes=6.0, hide_gradients=0.0, hide_gathers=0.0
+)
 MEGATRON_2021 = Practice(
     "Megatron-LM of 2021, Megatron-DeepSpeed",
     flash=False,

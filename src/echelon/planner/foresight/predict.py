@@ -195,4 +195,5 @@ class Forecast:
             self.cluster.device.memory,
             self.cluster.host_memory / self.cluster.per_node,
             self.cluster.price,
+            self.cluster.device.reserve,
         )

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_RESERVE = 1.5e9  # bytes of a device: its context, and what NCCL allocates
-_USABLE = 0.97  # of the rest; fragments take the others
+_USABLE = 0.97  # of a device; fragments take the others
 _HOST_SHARE = 0.8  # of the memory of the host; programs and files take the rest
 
 
@@ -68,6 +67,7 @@ class Prediction:
     capacity: float  # bytes of a device
     host_capacity: float  # bytes of host memory per device; 0: not known
     price: float
+    reserve: float = 0.0  # bytes of a device that are always taken
 
     @property
     def step_seconds(self) -> float:
@@ -87,7 +87,7 @@ class Prediction:
         """Whether all stages fit, beside what is always taken: contexts, messages' buffers, fragments."""
         if self.host_capacity and max(stage.host for stage in self.memory) > _HOST_SHARE * self.host_capacity:
             return False
-        return self.peak + _RESERVE <= _USABLE * self.capacity
+        return self.peak + self.reserve <= _USABLE * self.capacity
 
     @property
     def bubble(self) -> float:

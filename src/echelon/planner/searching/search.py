@@ -18,6 +18,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.predict import Forecast, forecast_of
 from echelon.planner.foresight.prediction import Prediction
 from echelon.planner.foresight.settings import Settings
+from echelon.planner.searching.request import Request
 from echelon.planner.searching.space import layouts, most_sharded, plan_text, savers, shardings, smallest
 from echelon.planner.shape.shape import ModelShape
 from echelon.quantities import show_bytes
@@ -56,24 +57,27 @@ def search(
     sequence: int | None = None,
     precision: str = "bf16",
     top: int = 10,
+    request: Request | None = None,
 ) -> SearchResult:
-    """Return the `top` fastest plans that train `shape` on all devices of `cluster`."""
+    """Return the `top` fastest plans that train `shape` on all devices of `cluster`, in this precision or as
+    the request says."""
+    request = Request(f"precision={precision}") if request is None else request
     if batch < 1:
         raise_errors("the search", [f"batch={batch}: a step has at least 1 sequence"])
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
     forecast = forecast_of(shape, cluster)
     cut: Counter[str] = Counter()
-    best = _best(forecast, batch, precision, top, cut)
-    advice = "" if best else _advice(shape, cluster, batch, precision)
+    best = _best(forecast, batch, request, top, cut)
+    advice = "" if best else _advice(shape, cluster, batch, request)
     return SearchResult(tuple(best), dict(cut), advice)
 
 
-def _best(forecast: Forecast, batch: int, precision: str, top: int, cut: Counter[str]) -> list[Found]:
+def _best(forecast: Forecast, batch: int, request: Request, top: int, cut: Counter[str]) -> list[Found]:
     """The fastest plans that fit, in order."""
     bounded = [
         (_bound(forecast.predict(layout, batch)), index, layout)
-        for index, layout in enumerate(layouts(forecast.shape, forecast.cluster, batch, precision))
+        for index, layout in enumerate(layouts(forecast.shape, forecast.cluster, batch, request))
     ]
     heapq.heapify(bounded)
     best: list[tuple[float, str, Found]] = []
@@ -82,14 +86,14 @@ def _best(forecast: Forecast, batch: int, precision: str, top: int, cut: Counter
         if len(best) == top and bound > best[-1][0]:
             cut["slower, whatever their memory"] += 1 + len(bounded)
             break
-        if not forecast.predict(smallest(most_sharded(layout)), batch).fits:
+        if not forecast.predict(smallest(most_sharded(layout, request), request), batch).fits:
             cut["too large, with all savers"] += 1
             continue
-        for sharded in shardings(layout, forecast.cluster.per_node):
-            if not forecast.predict(smallest(sharded), batch).fits:
+        for sharded in shardings(layout, forecast.cluster.per_node, request):
+            if not forecast.predict(smallest(sharded, request), batch).fits:
                 cut["too large"] += 1
                 continue
-            _add_fastest(forecast, sharded, batch, top, best, cut)
+            _add_fastest(forecast, sharded, batch, request, top, best, cut)
     return [each[-1] for each in best]
 
 
@@ -97,19 +101,20 @@ def _add_fastest(
     forecast: Forecast,
     layout: Settings,
     batch: int,
+    request: Request,
     top: int,
     best: list[tuple[float, str, Found]],
     cut: Counter[str],
 ) -> None:
     """Add the fastest variants of a layout that fit: with the least recomputation for each level of offload,
     and no more offload once nothing is recomputed."""
-    for variants in savers(layout):
+    for variants in savers(layout, request):
         for settings in variants:
             prediction = forecast.predict(settings, batch)
             if not prediction.fits:
                 cut["too large"] += 1
                 continue
-            _consider(settings, prediction, top, best, cut)
+            _consider(settings, prediction, request.others, top, best, cut)
             if settings.recompute == "none":
                 return
             break
@@ -118,6 +123,7 @@ def _add_fastest(
 def _consider(
     settings: Settings,
     prediction: Prediction,
+    others: str,
     top: int,
     best: list[tuple[float, str, Found]],
     cut: Counter[str],
@@ -125,10 +131,10 @@ def _consider(
     seconds = prediction.step_seconds
     if len(best) == top and seconds >= best[-1][0]:
         cut["slower"] += 1
-    elif (refusal := _refusal(settings)) is not None:
+    elif (refusal := _refusal(plan_text(settings, others))) is not None:
         cut[refusal] += 1
     else:
-        text = plan_text(settings)
+        text = plan_text(settings, others)
         best.append((seconds, text, Found(text, prediction)))
         best.sort(key=lambda each: each[:2])
         del best[top:]
@@ -140,18 +146,18 @@ def _bound(prediction: Prediction) -> float:
     return seconds.step - seconds.data - seconds.optimizer - seconds.offload - seconds.stragglers
 
 
-def _refusal(settings: Settings) -> str | None:
+def _refusal(text: str) -> str | None:
     """Why the engine refuses a plan: nothing, for almost all."""
     try:
-        Plan.parse(plan_text(settings))
+        Plan.parse(text)
     except UserError as error:
         return error.errors[0] if error.errors else str(error)
     return None
 
 
-def _advice(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> str:
+def _advice(shape: ModelShape, cluster: Cluster, batch: int, request: Request) -> str:
     """What would fit where nothing does: more devices, or the least memory that a device would need."""
-    least = _least_memory(shape, cluster, batch, precision)
+    least = _least_memory(shape, cluster, batch, request)
     if least is None:
         return (
             f"no plan divides {cluster.count} devices, a batch of {batch} and '{shape.name}' evenly: "
@@ -163,23 +169,23 @@ def _advice(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> 
     while count < _MOST_DEVICES:
         count *= 2
         scaled = batch * max(1, count // cluster.count)
-        if _fits(shape, replace(cluster, count=count), scaled, precision):
+        if _fits(shape, replace(cluster, count=count), scaled, request):
             return f"{found}; it fits from {count} devices, with a batch of {scaled}"
     return found
 
 
-def _least_memory(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> float | None:
+def _least_memory(shape: ModelShape, cluster: Cluster, batch: int, request: Request) -> float | None:
     forecast = forecast_of(shape, cluster)
     sizes = (
-        forecast.predict(smallest(most_sharded(layout)), batch).peak
-        for layout in layouts(shape, cluster, batch, precision)
+        forecast.predict(smallest(most_sharded(layout, request), request), batch).peak
+        for layout in layouts(shape, cluster, batch, request)
     )
     return min(sizes, default=None)
 
 
-def _fits(shape: ModelShape, cluster: Cluster, batch: int, precision: str) -> bool:
+def _fits(shape: ModelShape, cluster: Cluster, batch: int, request: Request) -> bool:
     forecast = forecast_of(shape, cluster)
     return any(
-        forecast.predict(smallest(most_sharded(layout)), batch).fits
-        for layout in layouts(shape, cluster, batch, precision)
+        forecast.predict(smallest(most_sharded(layout, request), request), batch).fits
+        for layout in layouts(shape, cluster, batch, request)
     )

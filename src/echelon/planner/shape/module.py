@@ -12,7 +12,7 @@ Parameters that fit nowhere are counted as such, so that their number is exact.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -68,8 +68,11 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def shape_of_module(module: nn.Module, *inputs: Any, name: str = "module") -> ModelShape:
-    """Return the shape of a module. `inputs` are those of one call: tensors of any device, also `meta`.
+def shape_of_module(
+    module: nn.Module, *inputs: Any, name: str = "module", named: Mapping[str, Any] | None = None
+) -> ModelShape:
+    """Return the shape of a module. `inputs` are those of one call: tensors of any device, also `meta`;
+    `named` are those that have names.
 
     shape_of_module(model, torch.zeros(1, 2048, dtype=torch.long))
     """
@@ -79,20 +82,24 @@ def shape_of_module(module: nn.Module, *inputs: Any, name: str = "module") -> Mo
     if callable(getattr(config, "to_dict", None)):
         with suppress(UserError):
             return shape_from_config(config.to_dict(), name)  # type: ignore[union-attr]
-    if not inputs:
+    if not inputs and not named:
         raise UserError(f"'{name}' has no config: give the inputs of a call, whose values do not matter")
-    return _from_trace(module, _trace(module, inputs, name), name)
+    return _from_trace(module, _trace(module, inputs, named or {}, name), name)
 
 
-def _trace(module: nn.Module, inputs: tuple[Any, ...], name: str) -> list[_Attention]:
+def _trace(
+    module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any], name: str
+) -> list[_Attention]:
     recorder = _Recorder()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), recorder:
             fakes: dict[str, Tensor] = {
                 key: mode.from_tensor(value.to("meta")) for key, value in module.state_dict().items()
             }
-            given = tree_map_only(Tensor, lambda each: mode.from_tensor(each.to("meta")), inputs)
-            torch.func.functional_call(module, fakes, given)
+            given = tree_map_only(
+                Tensor, lambda each: mode.from_tensor(each.to("meta")), (inputs, dict(named))
+            )
+            torch.func.functional_call(module, fakes, *given)
     except Exception as error:
         raise UserError(f"'{name}' cannot be run on fake tensors: {type(error).__name__}: {error}") from error
     return recorder.calls

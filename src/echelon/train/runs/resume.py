@@ -5,11 +5,13 @@ The job is that of the run, in its run.json. The plan may change, and what does 
 
 import glob
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
+from echelon.planner.searching.request import is_request
 from echelon.state.checkpoint.folder import RUN_FILE, find_run
 from echelon.train.checkpoints import newest_step
 from echelon.train.events import METRICS, last_step
@@ -38,6 +40,8 @@ def resume(given: Path | None, settings: Sequence[str], plan: str | None) -> Con
         return _continued(given, _job_of(given, settings, plan))
     job = read_job(given, settings, plan)
     path = _newest(job)
+    if plan is None and is_request(job.plan):  # the run goes on with the one that was chosen for it
+        job = replace(job, plan=_job_of(path, (), None).plan)
     return _continued(path, job if given is not None else _job_of(path, settings, plan))
 
 
