@@ -1,5 +1,7 @@
 """The loop, as every rank runs it."""
 
+import dataclasses
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -152,3 +154,29 @@ def test_a_step_is_recorded_without_waiting_and_its_times_are_read_a_step_later(
     assert reads == ["first"], "the second step is under way"
     assert (event.moved_bytes, event.comm_seconds, event.comm_hidden_seconds) == (10, 2.0, 2.0)
     assert (event.learning_rate, event.seconds) == (engine.learning_rate, metrics.seconds)
+
+
+def traced_steps(folder: Path) -> set[int]:
+    events = json.loads((folder / loop.TRACE).read_text(encoding="utf-8"))["traceEvents"]
+    return {event["args"]["step"] for event in events if event["ph"] == "X"}
+
+
+def train_parts_of_a_traced_job(folder: Path) -> list[set[int]]:
+    model, traced = ModelJob(layers=1, width=32, heads=2), []
+    job = Job(
+        plan="data=1", steps=5, batch=2, sequence=16, evaluate_every=0, save_every=4, model=model, trace="3:6"
+    )
+    for part in (job, dataclasses.replace(job, steps=6), dataclasses.replace(job, steps=8, trace="3:8")):
+        loop.train_rank(part, folder, lambda _: None)
+        traced.append(traced_steps(folder))
+        if part.steps == 6:
+            (folder / loop.TRACE).unlink()
+    return traced
+
+
+def test_a_job_has_the_trace_of_the_steps_it_names(
+    tmp_path: Path, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    """A part that goes on after some of them leaves what the part before it has written."""
+    (traced,) = warm_ranks(1).run(train_parts_of_a_traced_job, tmp_path)
+    assert traced == [{3, 4, 5}, {3, 4, 5}, {7}]

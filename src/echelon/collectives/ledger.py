@@ -78,6 +78,11 @@ class StepMoves:
         """Return the bytes that this rank sent."""
         return sum(move.traffic.sent for move in self._moves)
 
+    def read(self) -> Sequence[Move]:
+        """Return the moves, with their times."""
+        self._read_times()
+        return self._moves
+
     def busy(self) -> float:
         """Return the seconds in which an operation was unfinished; overlapping ones count once."""
         self._read_times()

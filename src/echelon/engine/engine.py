@@ -7,12 +7,15 @@ state_calls.py   whole weights, files, checkpoints: the work of saving/
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
 from echelon.engine.loop_calls import LoopCalls
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
 from echelon.engine.state_calls import StateCalls
 from echelon.engine.step.balance import ExpertLoad
+from echelon.engine.traces.recorder import DEFAULT_STEPS, Recorder
+from echelon.errors import UserError
 from echelon.memory import Memory
 from echelon.parallel.observer import StepObserver
 from echelon.program import Span
@@ -22,9 +25,40 @@ from echelon.update.update import Push
 class Engine(LoopCalls, StateCalls):
     """Made by `echelon.parallelize`; the same calls on every rank. `close` it, or use it in a `with`."""
 
+    _recorder: Recorder | None = None  # of a trace that is asked for
+
     def observe(self, observer: StepObserver) -> None:
         """Let an observer of your own see every step from the next one on: docs/architecture.md."""
         self._setup.observers.add(observer)
+
+    def trace(self, path: str | Path, steps: range | None = None) -> None:
+        """Write when each instruction and each collective of `steps` ran, on every rank, to a file for
+        Perfetto, when the last of them is done; `steps` are counted from 1, and by default the next three.
+
+        All ranks must call this. Steps in the window take as long as others; at its end ranks wait for each
+        other once, and the file is written by rank 0.
+        """
+        self._check_open()
+        begun = self._counter.begun
+        steps = range(begun + 1, begun + 1 + DEFAULT_STEPS) if steps is None else steps
+        if not steps or steps.step != 1 or steps.start <= begun:
+            raise UserError(
+                f"engine.trace: steps={steps}: must be steps to come, one after the other, and {begun} have "
+                f"been made; try steps=range({begun + 1}, {begun + 1 + DEFAULT_STEPS})"
+            )
+        if self._recorder is not None:
+            raise UserError(
+                "engine.trace: a trace is being recorded; ask for the next one when it is written"
+            )
+        program, timer = self._local.program, self._runner.timer
+        self._recorder = Recorder(steps, Path(path), self.mesh, timer, program, self._end_trace)
+        self._recorder.name_instructions(begun + 1)
+        self.observe(self._recorder)
+
+    def _end_trace(self) -> None:
+        if self._recorder is not None:
+            self._setup.observers.remove(self._recorder)
+            self._recorder = None
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""
@@ -66,6 +100,8 @@ class Engine(LoopCalls, StateCalls):
                 # Raised at the end: the model is as good as before that step.
                 refused = self._step.late_error()
                 self.synchronize()
+                if self._recorder is not None:
+                    self._recorder.finish()
                 lost = self._checkpointing.saving_error()  # and finish what is being saved
                 refused = refused or lost
                 weights = self.full_state_dict() if restore and is_split(self.module) else None

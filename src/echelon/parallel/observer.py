@@ -11,6 +11,7 @@ Memory savers, the balance of experts, meters and checks are observers. One of y
     after_passes   check_first_step                                    may refuse the step
     before_update   after_update
     after_step                                                         or abandon, if something has raised
+    after_timing                                                       metrics are there; may take its time
 """
 
 from collections.abc import Callable, Iterator
@@ -109,6 +110,9 @@ class StepObserver:
 
     def after_step(self) -> None:
         """The step is done on the host; a device may still be at it."""
+
+    def after_timing(self, number: int, metrics: Any) -> None:
+        """Step `number`, from 1 on, is timed and has its metrics: work here is in no step's time."""
 
     def abandon(self) -> None:
         """A pass has raised: let go of what belongs to passes that will not end."""

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast, final
 import torch
 from torch import nn
 
+from echelon.collectives.agreement import decide_on_rank_0
 from echelon.collectives.mesh import this_device
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.audit import AuditResult, Mode
@@ -39,6 +40,7 @@ from echelon.train.task import TOKENIZER_FOLDER, Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
 
+TRACE = "trace.json"
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 
 
@@ -98,6 +100,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
             report(Noted("no checkpoint was whole yet: training begins again at step 1"))
         report(_started(task, engine, checkpoints, step))
     training = _Training(job, engine, task, checkpoints, report)
+    _trace(job, engine, folder, step)
     while step < job.steps:
         step += 1
         try:
@@ -123,6 +126,14 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
         with host_work("the sample"):
             report(Sampled(task.sample(folder / "model")))
     return None
+
+
+def _trace(job: Job, engine: Engine, folder: Path, step: int) -> None:
+    """Record the steps of `trace` that are to come, unless an earlier part of the run has recorded some."""
+    steps, path = job.trace_steps, folder / TRACE
+    to_come = range(max(steps.start, step + 1), steps.stop)
+    if to_come and (to_come == steps or not decide_on_rank_0(path.exists)):
+        engine.trace(path, to_come)
 
 
 @final

@@ -180,3 +180,14 @@ def test_plans_that_cannot_skip_stop_unless_they_are_told_to_skip(plan: str) -> 
 def test_others_skip_unless_they_are_told_to_stop() -> None:
     assert Job().engine_nonfinite == "skip"
     assert Job(nonfinite="stop", plan="pipeline=auto data=2").engine_nonfinite == "stop"
+
+
+@pytest.mark.parametrize("text", ["9", "9:9", "0:3", "7:8", "a:b", "1:2:3", ""])
+def test_the_steps_of_a_trace_are_steps_of_the_job(text: str) -> None:
+    (error,) = job_errors(Job(trace=text, steps=6))
+    assert error == (
+        f"trace={text!r}: must be the first step and the one after the last, of steps 1 to 6, "
+        "like trace=10:13"
+    )
+    assert Job(trace="2:9", steps=6).trace_steps == range(2, 9)
+    assert not job_errors(Job(trace="6:7", steps=6))

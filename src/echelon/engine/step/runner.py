@@ -20,6 +20,7 @@ from echelon.engine.step.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.step.runtime.flight import Losses, Microbatch
 from echelon.engine.step.runtime.interpreter import Interpreter
 from echelon.engine.step.runtime.script import Script
+from echelon.engine.step.runtime.span_timer import SpanTimer
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
 from echelon.engine.step.side_effects import FirstForward, WithoutAutocastCache
@@ -148,8 +149,12 @@ class StepRunner(ABC):
 
     @property
     def spans(self) -> list[Span]:
-        """When each instruction of the last step was executed here."""
-        return self._interpreter.spans
+        """When each instruction of the last step was executed here; waits for a CUDA device."""
+        return self.timer.spans
+
+    @property
+    def timer(self) -> SpanTimer:
+        return self._interpreter.timer
 
     @property
     def instruction(self) -> Instruction:

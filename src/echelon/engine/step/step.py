@@ -102,7 +102,9 @@ class Step:
         finish_step()
         if not self._setup.update.deferred:
             self.check_earlier()
-        return Metrics(numbers, timer)
+        metrics = Metrics(numbers, timer)
+        self._setup.observers.tell("after_timing", self.counter.begun, metrics)
+        return metrics
 
     def check_earlier(self, *, but: int = 0) -> None:
         """Raise if an earlier step was refused; the last `but` are left for later.

@@ -186,6 +186,7 @@ class Job(_Table):
     restarts: int = 3
     out: str = "runs"
     name: str = "train"
+    trace: str | None = None  # '10:13': the steps 10, 11 and 12
     audit: str = "sampled"
     loss_scale: float | Literal["dynamic"] | None = None  # of fp16
     average: float | None = None  # decay of the moving average of the weights
@@ -215,6 +216,17 @@ class Job(_Table):
     def warmup(self) -> int:
         """For how many steps the learning rate rises."""
         return min(100, self.steps // 10) if self.optimizer.warmup is None else self.optimizer.warmup
+
+    @property
+    def trace_steps(self) -> range:
+        """The steps whose instructions are recorded; a ValueError if `trace` does not name any."""
+        if self.trace is None:
+            return range(0)
+        begin, colon, end = self.trace.partition(":")
+        steps = range(int(begin), int(end))
+        if not colon or steps.start < 1 or not steps or steps.start > self.steps:
+            raise ValueError(self.trace)
+        return steps
 
     @property
     def engine_nonfinite(self) -> Nonfinite:

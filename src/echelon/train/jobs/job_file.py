@@ -180,8 +180,11 @@ _RULES: dict[Any, str] = {
     str: "text",
     tuple: "two numbers",
 }
-_OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, or dynamic"} | {
-    "layers": "the name of a list in the model, like blocks; how many layers it has is model.layers"
+_OWN_RULES = {
+    "trace": "the first step and the one after the last, like 10:13",
+    "keep": "an integer, or memory",
+    "loss_scale": "a number above 0, or dynamic",
+    "layers": "the name of a list in the model, like blocks; how many layers it has is model.layers",
 }
 
 

@@ -140,6 +140,8 @@ def _check_names(job: Job, findings: Findings) -> None:
             "letter or a digit",
             "name",
         )
+    if findings.all_valid("trace", "steps"):
+        _check_trace(job, findings)
     if not job.name:
         findings.add("name='': must not be empty", "name")
     if not job.out:
@@ -156,6 +158,17 @@ def _check_names(job: Job, findings: Findings) -> None:
         error = place_error(Path(job.out))
         if error is not None:
             findings.add(f"out={job.out}: {error}", "out")
+
+
+def _check_trace(job: Job, findings: Findings) -> None:
+    try:
+        _ = job.trace_steps
+    except ValueError:
+        findings.add(
+            f"trace={job.trace!r}: must be the first step and the one after the last, of steps 1 to "
+            f"{job.steps}, like trace=10:13",
+            "trace",
+        )
 
 
 def _check_optimizer(optimizer: OptimizerJob, findings: Findings) -> None:

@@ -29,7 +29,7 @@ from echelon.launching import at_instruction
 from echelon.nn.autograd.in_place import enter
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
-from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
+from echelon.program import COMPUTE, RECEIVES, Instruction, Op
 from echelon.update.numbers import Number
 
 _NOTHING = nullcontext()
@@ -84,7 +84,7 @@ class Interpreter:
         self._sums = partial(LossSums, device, deferred=deferred)
         self._tally = self._sums()
         self._since_update = self._no_losses()  # where every update has losses of its own
-        self._timer = SpanTimer(clock_of(device))
+        self.timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -117,7 +117,7 @@ class Interpreter:
         self._splits = script.splits_backward
         if not script.continues:
             self._tally = self._sums()
-        self._timer.start_step(script.rank, script.instructions, continues=script.continues)
+        self.timer.start_step(script.rank, script.instructions, continues=script.continues)
         if not script.continues:
             self._mailbox.start_step(script, feed)
         with explain_second_order():
@@ -131,22 +131,18 @@ class Interpreter:
     def _execute(self, script: Script) -> None:
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
+            self.timer.start_instruction(script.labels[self._at])
             if self._at == script.first_backward and self._observers.hears("before_backwards"):
                 self._observers.tell("before_backwards", self._tally.row())
             self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead()
-            self._timer.finish_instruction()
+            self.timer.finish_instruction()
 
     @property
     def instruction(self) -> Instruction:
         """The one that is executed now, or was last."""
         return self._script.instructions[self._at]
-
-    @property
-    def spans(self) -> list[Span]:
-        """When each instruction of the last run was executed; waits for a CUDA device."""
-        return self._timer.spans
 
     def _no_losses(self) -> Tensor:
         return torch.zeros(TALLY.shape, dtype=TALLY.dtype, device=self._device)

@@ -46,31 +46,23 @@ def clock_of(device: torch.device) -> Clock:
 
 
 @final
-class SpanTimer:
-    """The spans of one rank's instructions, in the last step or as far as it has come."""
+class StepSpans:
+    """The spans of one rank's instructions in one step, or as far as it has come."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._rank = 0
-        self._instructions: Sequence[Instruction] = ()
-        self._marks: list[Any] = []  # between instructions, not read yet
+    def __init__(self, clock: Clock, rank: int, instructions: Sequence[Instruction]) -> None:
+        """The first of `instructions` begins now."""
+        self._clock, self._rank, self._instructions = clock, rank, instructions
+        self._marks: list[Any] = [clock.record()]  # between instructions, not read yet
         self._seconds: list[float] = []
 
-    def start_step(self, rank: int, instructions: Sequence[Instruction], *, continues: bool = False) -> None:
-        """The first of `instructions` begins now. `continues`: they are of the same step as those before."""
-        if continues and self._marks:
-            self._instructions = [*self._instructions, *instructions]
-            return
-        self._clock.release(*self._marks)
-        self._rank, self._instructions = rank, instructions
-        self._marks, self._seconds = [self._clock.record()], []
+    def add(self, instructions: Sequence[Instruction]) -> None:
+        """These are of the same step, and follow."""
+        self._instructions = [*self._instructions, *instructions]
 
     def finish_instruction(self) -> None:
-        """The next one begins now."""
         self._marks.append(self._clock.record())
 
-    @property
-    def spans(self) -> list[Span]:
+    def read(self) -> list[Span]:
         """Waits for the device, if the instructions ran on one."""
         if self._marks:
             self._seconds += self._clock.read(self._marks)
@@ -81,3 +73,70 @@ class SpanTimer:
                 pairwise(self._seconds), self._instructions, strict=False
             )
         ]
+
+    def release(self) -> None:
+        """Nobody will read them."""
+        self._clock.release(*self._marks)
+        self._marks = []
+
+    @property
+    def is_unread(self) -> bool:
+        return bool(self._marks)
+
+
+class Ranges(Protocol):
+    """Names what a profiler of the device sees: NVTX."""
+
+    def push(self, name: str) -> None: ...
+    def pop(self) -> None: ...
+
+
+@final
+class SpanTimer:
+    """The spans of the last step; of an earlier one, if somebody has taken them."""
+
+    ranges: Ranges | None = None  # if somebody wants instructions named
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._step: StepSpans | None = None
+        self._is_taken = False
+        self._is_named = False  # the instruction that runs
+
+    def start_step(self, rank: int, instructions: Sequence[Instruction], *, continues: bool = False) -> None:
+        """The first of `instructions` begins now. `continues`: they are of the same step as those before."""
+        if continues and self._step is not None and self._step.is_unread:
+            self._step.add(instructions)
+            return
+        if self._step is not None and not self._is_taken:
+            self._step.release()
+        self._step, self._is_taken = StepSpans(self._clock, rank, instructions), False
+
+    def start_instruction(self, label: str) -> None:
+        if self._is_named:  # the one before has raised
+            self._end_name()
+        if self.ranges is not None:
+            self.ranges.push(label)
+            self._is_named = True
+
+    def finish_instruction(self) -> None:
+        """The next one begins now."""
+        assert self._step is not None
+        self._step.finish_instruction()
+        if self._is_named:
+            self._end_name()
+
+    def _end_name(self) -> None:
+        if self.ranges is not None:
+            self.ranges.pop()
+        self._is_named = False
+
+    def take(self) -> StepSpans | None:
+        """The spans of the last step, to be read later: the next step leaves them."""
+        self._is_taken = True
+        return self._step
+
+    @property
+    def spans(self) -> list[Span]:
+        """Waits for the device, if the instructions ran on one."""
+        return [] if self._step is None else self._step.read()
