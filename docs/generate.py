@@ -8,7 +8,8 @@ Those of benches are all in docs/benchmarks.md, between `<!-- benches: PART -->`
 Records of tests are on the pages that explain them, between `<!-- results: NAME -->` and
 `<!-- end results -->`.
 The tables of a plan's fields and rules, between `<!-- plan: NAME -->` and `<!-- end plan -->`, come from the
-descriptions in `echelon.plan`.
+descriptions in `echelon.plan`. The times in the README, between `<!-- speed -->` and `<!-- end speed -->`, are
+those of results.
 """
 
 import argparse
@@ -92,12 +93,14 @@ def pictures() -> dict[str, str]:
 
 _REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 _BENCHES_REGION = re.compile(r"(<!-- benches: (\w+) -->\n).*?(<!-- end benches -->)", re.DOTALL)
+_SPEED_REGION = re.compile(r"(<!-- speed -->\n).*?(<!-- end speed -->)", re.DOTALL)
 _PLAN_REGION = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- end plan -->)", re.DOTALL)
 
 
 def with_results(text: str) -> str:
     """The page with every region of results, and of a plan's description, replaced."""
     text = _PLAN_REGION.sub(lambda region: region[1] + _table(PLAN_TABLES[region[2]]()) + region[3], text)
+    text = _SPEED_REGION.sub(lambda region: region[1] + _table(speed()) + region[2], text)
     text = _BENCHES_REGION.sub(lambda region: region[1] + bench_table(region[2]) + region[3], text)
     return _REGION.sub(lambda region: region[1] + results_table(region[2]) + region[3], text)
 
@@ -120,6 +123,29 @@ def plan_rules() -> list[list[str]]:
     for rule in RULES:
         why = rule.why if isinstance(rule.why, str) else str(rule.why.__doc__)
         lines += [[rule.case, re.sub(r"{plan\.(\w+)}", r"`\1`", why)]]
+    return lines
+
+
+# Of the README: (bench, case, contender).
+SPEED = (
+    ("data-parallel", "zero=0", "echelon"),
+    ("data-parallel", "zero=3", "echelon"),
+    ("pipeline", "1f1b", "echelon"),
+    ("tensor", "gpt, tensor=2", "echelon"),
+    ("one-gpu", "Llama 1.1B of transformers, B=8", "echelon compile=true"),
+)
+
+
+def speed() -> list[list[str]]:
+    """Times of a step beside those of torch, as parts of them."""
+    lines = [["beside", "plan or model", "part of its time", "on"], ["---"] * 4]
+    for bench, case, contender in SPEED:
+        result = json.loads((RESULTS / f"{bench}.json").read_text(encoding="utf-8"))
+        (row,) = (each for each in result["rows"] if (each["case"], each["contender"]) == (case, contender))
+        hardware, ratio = result["hardware"], row["ratio"]
+        device = ", ".join(hardware["gpus"]) or f"{hardware['cores']} CPU cores"
+        spread = f"{ratio['low']:.2f} … {ratio['high']:.2f}"
+        lines += [[row["baseline"], f"`{case}`", f"{ratio['median']:.2f} ({spread})", device]]
     return lines
 
 

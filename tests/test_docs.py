@@ -49,6 +49,8 @@ def load_generator() -> ModuleType:
 generate = load_generator()
 PAGES: list[Path] = generate.pages()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+SYSTEMS = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ARGUMENTS = "argument of `parallelize`"
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -167,6 +169,14 @@ def test_a_region_of_results_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
 # --- what the pages say is true -----------------------------------------------------------------------
 
 
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(README.splitlines()) <= 120
+    assert "](docs/index.md)" in README
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([\w-]+\.md)", index)
+    assert sorted([*linked, "index.md"]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     (example,) = (block for block in blocks(README, "python") if "__main__" in block)
@@ -180,7 +190,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def test_the_arguments_of_parallelize_and_their_defaults_are_documented() -> None:
-    documented = [(name.strip("`"), default.strip("`")) for name, default, _ in table(README, ARGUMENTS)]
+    documented = [(name.strip("`"), default.strip("`")) for name, default, _ in table(REFERENCE, ARGUMENTS)]
     parameters = inspect.signature(parallelize).parameters.values()
     required = inspect.Parameter.empty
     assert documented == [
@@ -189,7 +199,7 @@ def test_the_arguments_of_parallelize_and_their_defaults_are_documented() -> Non
 
 
 def test_the_members_of_an_engine_are_documented() -> None:
-    cells = " ".join(names for names, _ in table(README, "of an `engine`"))
+    cells = " ".join(names for names, _ in table(REFERENCE, "of an `engine`"))
     documented = set(re.findall(r"`(\w+)", cells))
     public = {name for name in dir(Engine) if not name.startswith("_")}
     assert documented <= public
@@ -202,10 +212,10 @@ def test_python_in_the_pages_is_python(page: Path) -> None:
         ast.parse(block)
 
 
-def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
+def test_the_commands_of_the_reference_are_those_of_the_command_line() -> None:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     documented = {}
-    for usage, _ in table(README, "command"):
+    for usage, _ in table(REFERENCE, "command"):
         name = usage.split()[1].strip("`")
         documented[name] = set(re.findall(r"--[a-z-]+", usage))
     assert documented.keys() == commands.keys()
@@ -216,15 +226,15 @@ def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
         assert "--json" in known, name
 
 
-def test_the_readme_names_every_bench() -> None:
-    (names,) = re.findall(r"`python -m benchmarks [^`]*` with one of\n(.*)", README)
+def test_the_reference_names_every_bench() -> None:
+    (names,) = re.findall(r"`python -m benchmarks [^`]*` with one of\n(.*)", REFERENCE)
     assert re.findall(r"`([\w-]+)`", names) == list(benches())
 
 
-def test_the_exit_codes_of_the_readme_are_those_of_the_command() -> None:
+def test_the_exit_codes_of_the_reference_are_those_of_the_command() -> None:
     source = (ROOT / "src" / "echelon" / "cli" / "main.py").read_text(encoding="utf-8")
     codes = re.findall(r"(?:^| · )(\d+) ", ast.get_docstring(ast.parse(source)) or "", re.MULTILINE)
-    assert [code for code, _ in table(README, "exit code")] == codes
+    assert [code for code, _ in table(REFERENCE, "exit code")] == codes
 
 
 def test_the_injected_bugs_are_documented() -> None:
@@ -280,7 +290,7 @@ def test_the_files_of_the_tree_exist() -> None:
 
 
 def test_the_plan_lines_of_the_systems_are_plans_and_those_that_work_run() -> None:
-    rows = [row for row in table(README, "system") if not row[0].startswith("**")]
+    rows = [row for row in table(SYSTEMS, "system") if not row[0].startswith("**")]
     assert len(rows) > 40
     assert {state for *_, state in rows} <= {"works", "planned"}
     plans = {line.strip("`"): state for _, line, state in rows if re.fullmatch(r"`[a-z]+=[^`]*`", line)}

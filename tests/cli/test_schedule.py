@@ -1,6 +1,9 @@
 """echelon schedule: the figures of every schedule, files, and every invalid argument."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +217,14 @@ def test_places_that_cannot(tmp_path: Path) -> None:
     assert "there is no folder" in out_errors(tmp_path / "no" / "x.svg")[0]
     assert "cannot be written" in out_errors(tmp_path / "file" / "x.svg")[0]
     assert len(out_errors(tmp_path / "no" / "x.pdf")) == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error(options: list[str]) -> None:
+    """As `| head -1`: the other end of the pipe is closed before all is written."""
+    command = [sys.executable, "-m", "echelon", "schedule", "1f1b", "--stages", "8", "--microbatches", "64"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*command, *options], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

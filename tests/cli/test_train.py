@@ -58,7 +58,10 @@ def test_a_refused_job_shows_nothing_but_its_errors(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--plan", "tensor=3"], "config.heads=4 is not divisible by 3 ranks"),
+        (
+            ["--plan", "tensor=3"],
+            "error: 1 error in the job:\n  - plan 'tensor=3': config.heads=4 is not divisible",
+        ),
         (["--plan", "pipeline=7 microbatches=7"], "cannot make 7 stages"),
         (["--plan", "pipeline=2 schedule=nowhere.txt"], "schedule 'nowhere.txt' cannot be read"),
         (["--set", "model.preset=llama3-405b"], "405,853,388,800 parameters take at least 5.9 TiB"),

@@ -30,6 +30,8 @@ def test_what_stands_around_a_text_is_the_tokenizer_s_own(tmp_path: Path) -> Non
 
 def test_the_end_may_be_an_id_of_the_model_or_unknown(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "a"}}))
+    assert load_tokenizer(folder).end == load_tokenizer(folder).encode(["a"])[0][0]
     (folder / "tokenizer_config.json").unlink()
     assert load_tokenizer(folder).end is None
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))

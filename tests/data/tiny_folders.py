@@ -30,7 +30,7 @@ def tokenizer_json(*, begins: bool = True) -> dict[str, Any]:
 def make_tokenizer(folder: Path, *, begins: bool = True) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(begins=begins)), encoding="utf-8")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "</s>"}}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
 

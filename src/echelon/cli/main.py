@@ -9,13 +9,25 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
 
 from echelon import __version__
-from echelon.cli import checkpoint, doctor, generate, partition, plan, schedule, signals, train, verify
-from echelon.cli.options import is_first_rank, print_json
+from echelon.cli import (
+    checkpoint,
+    doctor,
+    generate,
+    import_weights,
+    partition,
+    plan,
+    schedule,
+    signals,
+    train,
+    verify,
+)
+from echelon.cli.options import ReaderGoneError, is_first_rank, print_json
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.launching.torchrun import report_failure
@@ -40,6 +52,7 @@ app.command("partition")(partition.partition)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("generate")(generate.generate)
+app.command("import")(import_weights.import_weights)
 app.command("export")(checkpoint.export)
 app.add_typer(checkpoint.app, name="checkpoint")
 
@@ -86,6 +99,9 @@ def run(
         if is_first_rank():
             _fail(arguments, preempted.EXIT_CODE, _with_notes(error))
         return preempted.EXIT_CODE
+    except ReaderGoneError:  # its output was not wanted any more: that of a training is, to the end
+        _drop_output()
+        return 1 if "train" in arguments[:1] else 0
     except signals.Terminated as error:
         return _fail(arguments, signals.EXIT_CODE, _with_notes(error))
     except signals.Interrupted as error:
@@ -93,6 +109,12 @@ def run(
     if code == signals.INTERRUPTED:  # how typer reports Ctrl-C
         return _fail(arguments, code, "interrupted")
     return code
+
+
+def _drop_output() -> None:
+    """Write nowhere what is left: Python would complain at its end."""
+    with suppress(OSError, ValueError):  # a test has no such file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_notes(error: BaseException) -> str:

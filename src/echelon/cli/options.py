@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, final
 
 import typer
 from rich.console import Console
@@ -49,11 +49,24 @@ def is_first_rank() -> bool:
     return not is_under_torchrun() or os.environ["RANK"] == "0"
 
 
+class ReaderGoneError(BaseException):
+    """The reader of standard output has closed it, as `head` does. No Exception: nothing has failed."""
+
+
+@final
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise ReaderGoneError
+
+
 def console(as_json: bool) -> Console:
     """Return the console for a person; quiet if a program asked for JSON."""
-    return Console(quiet=as_json or not is_first_rank(), highlight=False)
+    return _Console(quiet=as_json or not is_first_rank(), highlight=False)
 
 
 def print_json(value: dict[str, Any]) -> None:
     if is_first_rank():
-        print(strict_json.dump(value))
+        try:
+            print(strict_json.dump(value), flush=True)
+        except BrokenPipeError:
+            raise ReaderGoneError from None

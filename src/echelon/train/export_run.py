@@ -78,11 +78,13 @@ def export_run(
 
 
 def _argument_errors(path: Path, to: str, out: Path | None, dtype: str | None, run: Path | None) -> list[str]:
-    errors = []
+    errors = [] if path.exists() else [f"{path}: there is no such file or folder; name a run or a checkpoint"]
     if to not in FORMATS:
         errors.append(f"--to {to}: is not a format{did_you_mean(to, FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         errors.append(f"--dtype {dtype}: is not a type of weights{did_you_mean(dtype, DTYPES)}")
+    if errors and not path.exists():
+        return errors  # what it lacks is no news
     if run is None and to == "hf":
         errors.append(f"{path}: has no {RUN_FILE} that says which model it is; use --to safetensors or dcp")
     if run is not None and out is None:

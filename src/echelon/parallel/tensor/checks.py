@@ -45,15 +45,18 @@ def find_errors(
     refused = list(_adapter_errors(model, styles))
     if refused:  # no table knows the parts of such adapters
         return list(dict.fromkeys(refused))
+    numbers = list(_indivisible_numbers(styles, ranks))
+    # Where heads cannot be shared out, neither can matrices: that is one error, not one for each of them.
+    misfits = _misfits(model, style_of, 1 if numbers else ranks)
     errors = [
         *_unused_lines(model, styles),
         *_unknown_modules(model, style_of),
-        *_misfits(model, style_of, ranks),
+        *misfits,
         *hooked_weights(model, style_of),
         *_dropout_between(model, style_of),
         *_ties(model, styles, style_of, partial),
         *(() if whole_sequence is None else _sequence_errors(model, style_of, whole_sequence)),
-        *_indivisible_numbers(styles, ranks),
+        *numbers,
     ]
     return list(dict.fromkeys(errors))
 
@@ -329,14 +332,19 @@ def _sequence_errors(
 def _indivisible_numbers(styles: Styles, ranks: int) -> Iterator[str]:
     for word in NUMBER_WORDS:
         values = {number.name: number.value for number in styles.numbers(word)}
+        reported = dict[object, list[str]]()  # names of the same number: heads, and heads of keys and values
         for name, value in sorted(values.items()):
-            if value is None:
+            reported.setdefault((type(value), value), []).append(f"{name}={value}")
+        for name, value in sorted(values.items()):
+            same = reported[type(value), value]
+            if value is None or not same[0].startswith(f"{name}="):
                 continue
             if type(value) is not int or value < 1:
                 yield f"{name}={value!r}: only a positive integer can be '{word}'; drop it"
             elif value % ranks:
+                others = f" (nor is {', '.join(same[1:])})" if same[1:] else ""
                 yield (
-                    f"{name}={value} is not divisible by {ranks} ranks; use tensor="
+                    f"{name}={value} is not divisible by {ranks} ranks{others}; use tensor="
                     f"{_largest_divisor(value, ranks)}, or a model where it is a multiple of {ranks}"
                 )
 

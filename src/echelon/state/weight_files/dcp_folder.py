@@ -5,7 +5,7 @@
     state = model.state_dict()
     torch.distributed.checkpoint.load(state, checkpoint_id="runs/a/export/dcp")
 
-torch writes its metadata and tensors with pickle; echelon never reads such a folder.
+torch writes its metadata and tensors with pickle; only foreign/dcp.py reads such a folder, if it is told to.
 """
 
 import warnings
