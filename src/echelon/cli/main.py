@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import checkpoint, doctor, partition, plan, schedule, signals, train, verify
+from echelon.cli import checkpoint, doctor, partition, plan, report, schedule, signals, train, verify
 from echelon.cli.options import is_first_rank, print_json
 from echelon.errors import UserError
 from echelon.launching import RankFailed
@@ -38,6 +38,8 @@ app.command("verify")(verify.verify)
 app.command("schedule")(schedule.schedule)
 app.command("partition")(partition.partition)
 app.command("plan")(plan.plan)
+app.command("report")(report.report)
+app.command("watch")(report.watch)
 app.command("doctor")(doctor.doctor)
 app.command("export")(checkpoint.export)
 app.add_typer(checkpoint.app, name="checkpoint")
