@@ -332,7 +332,7 @@ class Layer(NamedTuple):
 
 LAYERS = (
     Layer(("cli",), (), "commands; thin"),
-    Layer(("verify",), ("report",), "what a person looks at"),
+    Layer(("verify", "report"), (), "what a person looks at"),
     Layer(("train",), (), "a whole run"),
     Layer(("engine",), (), "parallelize() composes a plan; steps"),
     Layer(("update", "memory", "planner"), (), "gradients to weights; less memory; predicts"),

@@ -46,7 +46,7 @@ def test_rank_0_alone_computes_and_tells(tmp_path: Path, warm_ranks: Callable[[i
     job = Job(steps=3, batch=4, sequence=16, evaluate_batches=1, model=model)
     first, second = warm_ranks(2).run(train_and_count, job, tmp_path)
     assert second == (0, 0, [])
-    assert first[:2] == (3, 7)  # one of them tells what the audit found
+    assert first[:2] == (3, 9)  # beside steps: the start, the audit, what ranks hold, the end
     *steps, evaluated = first[2]
     assert [event.step for event in steps] == [1, 2, 3]
     assert evaluated.step == 3

@@ -22,6 +22,7 @@ from echelon.cli import (
     import_weights,
     partition,
     plan,
+    report,
     schedule,
     signals,
     train,
@@ -50,6 +51,8 @@ app.command("verify")(verify.verify)
 app.command("schedule")(schedule.schedule)
 app.command("partition")(partition.partition)
 app.command("plan")(plan.plan)
+app.command("report")(report.report)
+app.command("watch")(report.watch)
 app.command("doctor")(doctor.doctor)
 app.command("generate")(generate.generate)
 app.command("import")(import_weights.import_weights)

@@ -85,6 +85,22 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint of the state after a step is made; written while training goes on."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What each rank held at its peak and moved in a step; plain values, as measured.json has them."""
+
+    step: int
+    number: int  # of the step, among those that this process has made
+    ranks: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class Sampled:
     text: str
 
@@ -118,7 +134,19 @@ class RolledBack:
     limit: int
 
 
-Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted | RolledBack
+Event = (
+    Starting
+    | Started
+    | Audited
+    | Stepped
+    | Evaluated
+    | Saved
+    | Measured
+    | Sampled
+    | Restarting
+    | Noted
+    | RolledBack
+)
 
 
 METRICS = "metrics.jsonl"

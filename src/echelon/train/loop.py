@@ -28,12 +28,14 @@ from echelon.train.events import (
     GateLoad,
     Noted,
     Sampled,
+    Saved,
     Started,
     Stepped,
     last_step,
 )
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
+from echelon.train.measured import MEASURED_STEP, measure_ranks
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.runs.stopping import StopRequest
 from echelon.train.task import TOKENIZER_FOLDER, Task, open_task
@@ -149,6 +151,7 @@ class _Training:
         self._rollbacks = Rollbacks(job, checkpoints)
         self._unread: deque[_Unread] = deque()
         self._audit: list[AuditResult] = []
+        self._num_made = 0  # steps, by this process
         self._num_skipped = 0  # the last steps in a row
         # Where reading a loss may lead back, all ranks read it after the same step.
         self._reads_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
@@ -157,6 +160,9 @@ class _Training:
         """Train `step`; read its numbers, or those of the one before, whose loss may be a LossSpikeError."""
         engine, task, job = self._engine, self._task, self._job
         metrics = engine.step(task.training.at(self._checkpoints.batch_of(step), self._part))
+        self._num_made += 1
+        if self._num_made == MEASURED_STEP or (self._num_made < MEASURED_STEP and step == job.steps):
+            self._measure(step)
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
             self._report(Audited(tuple(self._audit)))
@@ -173,7 +179,17 @@ class _Training:
                 self._tell(Evaluated(step, loss, accuracy))
             refuse_divergence(job, step, validation_loss=loss)
         if self._checkpoints.is_due(step):
-            self._checkpoints.save(step)
+            self.save(step)
+
+    def _measure(self, step: int) -> None:
+        measured = measure_ranks(self._engine, step, self._num_made)
+        if self._first:
+            self._report(measured)
+
+    def save(self, step: int) -> None:
+        self._checkpoints.save(step)
+        if self._first:
+            self._report(Saved(step))
 
     def read_all(self) -> None:
         while self._unread:

@@ -3,10 +3,12 @@
 The logbook keeps the events of a training in its run folder and, if installed, for TensorBoard.
 """
 
+import dataclasses
 import fcntl
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from echelon import __version__
 from echelon.engine.audit import AuditResult
 from echelon.errors import UserError
 from echelon.launching import host_work
+from echelon.train import strict_json
 from echelon.train.charts import Series, line_chart, side_by_side
 from echelon.train.events import (
     METRICS,
@@ -26,23 +29,29 @@ from echelon.train.events import (
     Evaluated,
     Event,
     GateLoad,
+    Measured,
     Noted,
     Restarting,
     RolledBack,
     Sampled,
+    Saved,
     Started,
     Starting,
     Stepped,
     count_rollbacks,
     entry_of,
+    last_step,
     metrics_until,
     metrics_with,
     metrics_with_rollbacks,
     read_metrics,
 )
 from echelon.train.jobs.job import Job, as_plain
+from echelon.train.measured import MEASURED
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, RunFolder, explain_os_errors
+
+SAVED = "saved.jsonl"
 
 
 class Logbook:
@@ -82,6 +91,10 @@ class Logbook:
                 self._scalars(event.step, validation_loss=event.loss)
                 if event.accuracy is not None:
                     self._scalars(event.step, validation_accuracy=event.accuracy)
+            case Saved(step):
+                self._folder.append(SAVED, [{"step": step, "time": time.time()}])
+            case Measured():
+                self._folder.write(MEASURED, strict_json.dump(dataclasses.asdict(event)) + "\n")
             case RolledBack():
                 self._cut(event.step)
                 self._num_rollbacks = event.number
@@ -288,7 +301,7 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
     with locked(folder.path):
         if path is not None:
             folder.mark("running", about)
-            folder.note("resume")
+            folder.note("resume", after_step=last_step(path / METRICS))
         try:
             run = Run(folder, Logbook(folder), show, is_new=path is None)
         except BaseException:

@@ -4,6 +4,9 @@
         run.json         state (running, failed, preempted, finished), job, plan, versions, pid, events,
                          summary
         metrics.jsonl    one line per step, and one per evaluation
+        measured.json    what each rank held at its peak and moved in a step
+        saved.jsonl      one line per checkpoint
+        trace.json       the instructions of some steps, for Perfetto, if the job has `trace`
         loss.svg         the loss over the steps
         experts.svg      of a model with experts: the share of each in the tokens, and the entropy of gates
         sample.txt       what the model writes

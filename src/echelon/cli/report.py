@@ -1,0 +1,59 @@
+"""echelon report and echelon watch: what there is to see of a run."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.cli.options import Json, console, print_json
+from echelon.errors import UserError
+from echelon.quantities import show_bytes
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; several are compared on one page.")
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Where the page goes; by default report.html of the first run.")
+]
+Open = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Predict nothing, which takes most of the time of a report.")
+]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")]
+
+
+def report(
+    runs: Runs, out: Out = None, open_page: Open = False, quick: Quick = False, as_json: Json = False
+) -> None:
+    """Write one page about a run, with all that it needs: curves, a timeline, memory and bytes, predicted and
+    measured, and better plans. Of several runs, a comparison."""
+    from echelon.report.page import gather, render
+
+    path = runs[0] / "report.html" if out is None else out
+    page = render(gather(runs, predict=not quick))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+    if as_json:
+        print_json({"page": str(path), "bytes": len(page.encode())})
+    else:
+        console(as_json).print(f"the page is {path} ({show_bytes(len(page.encode()))})", markup=False)
+    if open_page:
+        webbrowser.open(path.absolute().as_uri())
+
+
+def watch(
+    runs: Runs, port: Port = 0, open_page: Open = False, quick: Quick = False, as_json: Json = False
+) -> None:
+    """Serve the page of a run on this machine alone, and update it while the run goes on. Ctrl-C ends it."""
+    from echelon.report.server import PageServer
+
+    with PageServer(runs, port, predict=not quick) as server:
+        if as_json:
+            print_json({"page": server.url})
+        console(as_json).print(f"the page is at {server.url}  (Ctrl-C ends)", markup=False)
+        if open_page:
+            webbrowser.open(server.url)
+        server.serve()
