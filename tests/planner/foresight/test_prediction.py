@@ -12,7 +12,10 @@ PREDICTION = predict(preset_shape("gpt-1.3b"), "data=8 zero=3 precision=bf16", r
 def test_peak_is_the_sum_of_the_categories() -> None:
     memory = PREDICTION.memory[0]
     assert memory.states == memory.parameters + memory.gradients + memory.optimizer
-    assert memory.peak == memory.states + memory.activations + memory.buffers + memory.temporary
+    assert (
+        memory.peak
+        == memory.states + memory.activations + memory.buffers + memory.gathered + memory.temporary
+    )
     assert PREDICTION.peak == memory.peak
 
 

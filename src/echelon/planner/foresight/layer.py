@@ -231,13 +231,15 @@ def saved_bytes(
     width, routed = shape.ffn, shape.hidden
     if sparse and (experts := shape.experts) is not None:
         width = experts.shared + experts.top_k * experts.hidden
-        routed += experts.top_k * shape.hidden  # each expert's tokens, beside the layer's
+        is_copied = settings.expert > 1 or not practice.fused_experts
+        routed += experts.top_k * shape.hidden if is_copied else 0  # each expert's tokens
     whole = 2 * unit * shape.hidden + kept_input * (
         shape.hidden + routed
     )  # inputs of norms, and of both parts
     whole += 2 * shape.hidden if shape.dropout else 0  # masks
     split = unit * (shape.key_width + 2 * shape.kv_width + shape.value_width)
-    split += (practice.gated_inputs * unit if shape.gated else unit) * width + kept_input * width
+    gated = 2.0 if sparse and practice.fused_experts else practice.gated_inputs
+    split += (gated * unit if shape.gated else unit) * width + kept_input * width
     scores = 0.0 if practice.flash else practice.saves_scores * shape.heads * sequence / ranks
     share = ranks if settings.sequence else 1
     dense = tokens * (whole / share + split / ranks)

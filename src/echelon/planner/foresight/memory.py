@@ -106,6 +106,7 @@ class StageMemory(NamedTuple):
     gathered: float  # weights and gradients of the layers that compute now
     reduced: float  # gradients of the layer whose sum is under way
     fills_first: bool  # see `kept_microbatches`
+    sums_at_once: bool  # see `Practice`
 
     def at_peak(self, settings: Settings, stage: StageKind, costs: LayerCosts, head: HeadBytes) -> Memory:
         """Return the bytes at the peak of a step."""
@@ -124,15 +125,27 @@ class StageMemory(NamedTuple):
         host = 0.0
         if settings.offload:
             if "optimizer" in settings.offload:
-                host, optimizer = host + optimizer + gradients + parameters, 0.0  # copies of both too
+                # And the rank's parts of gradients and weights, on their way.
+                ranks = settings.shards if settings.zero else 1
+                host += gradients / (ranks if settings.zero == 1 else 1)
+                host += parameters / (ranks if settings.zero < 3 else 1) + optimizer
+                optimizer = 0.0
             if "parameters" in settings.offload:
                 host, parameters = host + parameters, 0.0
             if "activations" in settings.offload:  # those of two layers are on the device
                 part = min(1.0, 2 / max(1.0, stage.layers * kept)) * activations
                 host, activations = host + activations - part, part
-        temporary = self.gathered + max(0.0, head.peak - held if stage.head else 0.0)
+        gone = _largest_saved(stage, costs) if self.sums_at_once else 0.0
+        temporary = max(0.0, head.peak - held if stage.head else 0.0)
         return Memory(
-            parameters, gradients + self.reduced, optimizer, activations + held, 0.0, temporary, host
+            parameters,
+            gradients + max(0.0, self.reduced - gone),
+            optimizer,
+            activations + held,
+            0.0,
+            self.gathered,
+            temporary,
+            host,
         )
 
 
@@ -151,7 +164,7 @@ def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stag
     reduced = others * largest * settings.gradient_bytes
     if settings.update != "step":  # a gradient is gone as soon as its unit is updated
         states = states._replace(gradients=min(states.gradients, 2 * largest * settings.gradient_bytes))
-    return StageMemory(states, gathered, reduced, practice.fills_first)
+    return StageMemory(states, gathered, reduced, practice.fills_first, practice.sums_at_once)
 
 
 def _largest_unit(shape: ModelShape, settings: Settings, stage: StageKind) -> float:
@@ -165,13 +178,19 @@ def _largest_unit(shape: ModelShape, settings: Settings, stage: StageKind) -> fl
     return largest
 
 
+def _largest_saved(stage: StageKind, costs: LayerCosts) -> float:
+    """Bytes that the largest layer saves, with nothing recomputed."""
+    dense, sparse = costs
+    return max(dense.saved if stage.dense else 0.0, sparse.saved if stage.sparse else 0.0)
+
+
 def _activations(settings: Settings, stage: StageKind, costs: LayerCosts, kept: float) -> tuple[float, float]:
     """Bytes that wait for the backward pass, and those of layers that are being made again."""
     dense, sparse = costs
     share = settings.saved
     saved = share * (stage.dense * dense.saved + stage.sparse * sparse.saved)
     checkpoints = share * stage.layers * dense.checkpoint
-    largest = max(dense.saved if stage.dense else 0.0, sparse.saved if stage.sparse else 0.0)
+    largest = _largest_saved(stage, costs)
     if settings.recompute == "none":
         return kept * saved, 0.0
     if settings.recompute == "full":

@@ -30,6 +30,8 @@ class Practice:
     remakes          share of a layer that recompute=selective makes again, beside scores
     frees            share of a layer's saved bytes that recompute=selective frees, beside scores
     gated_inputs     numbers saved per hidden number of a gated feed-forward part, beside its product
+    fused_experts    experts read tokens where they lie, and their activation function saves its inputs alone
+    sums_at_once     a layer's gradient is whole only until its activations are gone, and summed before others
     norm_bytes       bytes per hidden number that RMSNorm saves beside its input, where it is not one kernel
     keeps_gathered   zero=3 with a pipeline gathers weights once in a step, and sums gradients whole
     fills_first      interleaved schedules with as many microbatches as stages run all forwards first
@@ -59,6 +61,8 @@ class Practice:
     remakes: float = 0.0
     frees: float = 0.0
     gated_inputs: float = 2.0
+    fused_experts: bool = False
+    sums_at_once: bool = False
     norm_bytes: float = 0.0
     keeps_gathered: bool = False
     fills_first: bool = False
@@ -83,6 +87,8 @@ ECHELON = Practice(
     remakes=0.1,
     frees=0.5,
     gated_inputs=3.0,
+    fused_experts=True,
+    sums_at_once=True,
     most_logits=2 * 2**30,
     fills_first=True,
 )

@@ -8,21 +8,28 @@ _HOST_SHARE = 0.8  # of the memory of the host; programs and files take the rest
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank at the peak of a step, by the categories of `engine.memory()`. `temporary` is what
-    kernels and messages hold beside them: gathered weights, logits. `host`: in the memory of the host."""
+    """Bytes of one rank at the peak of a step, by the categories of `engine.memory()`, which has `gathered`
+    weights among parameters. `temporary` is what kernels hold beside them: logits. `host`: in the memory of
+    the host."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
     buffers: float
+    gathered: float
     temporary: float
     host: float
 
     @property
     def peak(self) -> float:
         """All of the device at once."""
-        return sum(self[:6])
+        return sum(self[:7])
+
+    @property
+    def metered(self) -> float:
+        """The peak as `engine.memory()` counts it, but for gathered weights."""
+        return self.peak - self.temporary - self.gathered
 
     @property
     def states(self) -> float:

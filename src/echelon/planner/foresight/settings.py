@@ -63,12 +63,12 @@ def settings_of(plan: Plan) -> Settings:
     """Return what a plan costs by; a UserError names every word of it that has no cost here."""
     raise_errors(f"foresight of plan '{plan}'", _refusals(plan))
     assert isinstance(plan.pipeline, int)
-    size = float(BYTES[plan.precision])
-    is_narrow = plan.precision in ("bf16", "fp16")
+    size = float(BYTES["bf16" if plan.precision == "fp8" else plan.precision])
+    is_narrow = size < BYTES["fp32"]
     gradient = summed_bytes(plan.precision, plan.microbatches, plan.data * plan.context)
     if plan.gradients == "same":
         gradient = size
-    moments = 2 * (size if plan.precision == "fp64" or not plan.masters else 4.0)
+    moments = 2 * max(4.0, size)
     return Settings(
         plan.data,
         plan.tensor,
@@ -102,8 +102,9 @@ def settings_of(plan: Plan) -> Settings:
 
 def summed_bytes(precision: str, microbatches: int, copies: int) -> float:
     """Bytes of a gradient: of float32 where narrow ones are summed, over microbatches or ranks."""
-    is_summed = precision in ("bf16", "fp16") and microbatches * copies > 1
-    return 4.0 if is_summed else float(BYTES[precision])
+    kept = "bf16" if precision == "fp8" else precision
+    is_summed = BYTES[kept] < BYTES["fp32"] and microbatches * copies > 1
+    return 4.0 if is_summed else float(BYTES[kept])
 
 
 def _refusals(plan: Plan) -> list[str]:

@@ -59,22 +59,17 @@ def row_of_golden(row: Row) -> dict[str, str]:
         "precision": "fp8" if text(row, "fp8-format") else "fp16" if text(row, "fp16") else "bf16",
         "step_time_s": text(row, "median_step_s"),
         "peak_mem_GiB": _gibibytes(text(row, "peak_mem_bytes")),
-        "attention": "flash" if _has_fused_attention(row, name) else "unfused",
+        "attention": "flash" if _has_fused_attention(row) else "unfused",
         "note": name,
     }
 
 
-def _has_fused_attention(row: Row, name: str) -> bool:
-    """Whether a run used fused attention, which no column says.
+def _has_fused_attention(row: Row) -> bool:
+    """Whether a run used fused attention, which no argument says.
 
-    The tests are deterministic, for which fused attention was turned off; later Transformer Engine versions
-    have deterministic kernels, and the runs that resume (and context parallelism) use them.
+    The tests are deterministic, for which fused attention was turned off; context parallelism has no other.
     """
-    if integer(row, "context-parallel-size", 1) > 1 or "muon" in name:
-        return True
-    is_old = "dracooci" in name or ("lts" in name and not text(row, "n_gpus"))
-    is_other = "cross_entropy" in name or "multi_dist" in name
-    return "_te_" in name and "resume" in name and not is_old and not is_other
+    return integer(row, "context-parallel-size", 1) > 1
 
 
 def _gibibytes(digits: str) -> str:
