@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from echelon.nn.losses import Sum
     from echelon.nn.sample_gathering import gather_samples
     from echelon.plan import Plan
+    from echelon.train.trackers.tracker import Tracker
+    from echelon.train.tracking import track
 
 __version__ = VERSION
 
@@ -46,12 +48,14 @@ _HOME = {
     "RankHung": "echelon.launching",
     "Ranks": "echelon.launching",
     "Sum": "echelon.nn.losses",
+    "Tracker": "echelon.train.trackers.tracker",
     "UserError": "echelon.errors",
     "deferred": "echelon.nn.initialization.initial_values",
     "dry_run": "echelon.engine.dry_run",
     "gather_samples": "echelon.nn.sample_gathering",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",
+    "track": "echelon.train.tracking",
 }
 
 # Modules that users write with: echelon.optim.Adafactor.
@@ -70,6 +74,7 @@ __all__ = [
     "RankHung",
     "Ranks",
     "Sum",
+    "Tracker",
     "UserError",
     "data",
     "deferred",
@@ -80,6 +85,7 @@ __all__ = [
     "optim",
     "parallelize",
     "sequence",
+    "track",
 ]
 
 

@@ -27,7 +27,7 @@ from tests.cases import Perceptron, adamw, mean_loss, vectors
 def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
     """Of how many steps this rank kept a record, and what it told."""
     computed, events = 0, list[Event]()
-    compute = loop._report_of
+    compute = loop.report_of
 
     def count(*arguments: object) -> object:
         nonlocal computed
@@ -35,7 +35,7 @@ def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
         return compute(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_report_of", count)
+        patch.setattr(loop, "report_of", count)
         loop.train_rank(job, folder, events.append)
     return computed, len(events), [event for event in events if isinstance(event, Stepped | Evaluated)]
 
@@ -147,7 +147,7 @@ def test_a_step_is_recorded_without_waiting_and_its_times_are_read_a_step_later(
         metrics = engine.step(vectors(0))
         move = engine.ledger.begin("data", operation, Traffic(sent, sent, sent), 0.0)
         engine.ledger.defer(OnDevice(move, reads))
-        reports.append((metrics, loop._report_of(engine, step, metrics)))
+        reports.append((metrics, loop.report_of(engine, step, metrics)))
     assert reads == []
     metrics, report = reports[0]
     event = report()

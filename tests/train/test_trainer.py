@@ -162,7 +162,7 @@ def test_a_validation_loss_of_nan_ends_the_run_and_is_reported(tmp_path: Path) -
 
 def test_a_run_that_never_began_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A folder with run.json was left behind by every plan that the ranks refused.
-    def refuse(folder: object) -> None:
+    def refuse(*_: object) -> None:
         raise UserError("no room for a logbook")
 
     monkeypatch.setattr(run, "Logbook", refuse)

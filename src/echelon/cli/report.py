@@ -1,5 +1,6 @@
 """echelon report and echelon watch: what there is to see of a run."""
 
+import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -53,6 +54,7 @@ def watch(
     with PageServer(runs, port, predict=not quick) as server:
         if as_json:
             print_json({"page": server.url})
+            sys.stdout.flush()  # who reads it may wait for it
         console(as_json).print(f"the page is at {server.url}  (Ctrl-C ends)", markup=False)
         if open_page:
             webbrowser.open(server.url)

@@ -125,6 +125,7 @@ class Engine(LoopCalls, StateCalls):
             stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)
             stack.callback(self._update.close, failed=failed)
+            stack.callback(self._setup.observers.tell, "after_close", failed=failed)
 
     def __enter__(self) -> "Engine":
         return self

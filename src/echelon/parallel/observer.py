@@ -12,6 +12,7 @@ Memory savers, the balance of experts, meters and checks are observers. One of y
     before_update   after_update
     after_step                                                         or abandon, if something has raised
     after_timing                                                       metrics are there; may take its time
+    after_close                                                        no step follows
 """
 
 from collections.abc import Callable, Iterator
@@ -114,6 +115,9 @@ class StepObserver:
     def after_timing(self, number: int, metrics: Any) -> None:
         """Step `number`, from 1 on, is timed and has its metrics: work here is in no step's time."""
 
+    def after_close(self, *, failed: bool) -> None:
+        """The engine is closed, by itself or because something has raised: no step follows."""
+
     def abandon(self) -> None:
         """A pass has raised: let go of what belongs to passes that will not end."""
 
@@ -169,9 +173,9 @@ class Observers:
         """Return whether there is an observer to tell of it."""
         return bool(self._by_event[event])
 
-    def tell(self, event: str, *args: object) -> None:
+    def tell(self, event: str, *args: object, **options: object) -> None:
         for hear in self._by_event[event]:
-            hear(*args)
+            hear(*args, **options)
 
     def around(self, event: str, *args: object) -> AbstractContextManager[Any]:
         """The contexts of all observers, the first outermost."""

@@ -166,7 +166,7 @@ class _Training:
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
             self._report(Audited(tuple(self._audit)))
-        report = _report_of(engine, step, metrics) if self._first else None
+        report = report_of(engine, step, metrics) if self._first else None
         self._unread.append(_Unread(step, metrics, report))
         # Reading a step that is not done would leave a GPU idle until the next one is begun.
         if _due(step, job) or self._checkpoints.is_due(step) or (self._reads_early and metrics.is_ready):
@@ -275,7 +275,7 @@ class _Unread(NamedTuple):
     report: Callable[[], Stepped] | None
 
 
-def _report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Stepped]:
+def report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Stepped]:
     """Note what the engine says of the step that was queued last, which the next one overwrites."""
     learning_rate, memory_bytes = engine.learning_rate, engine.memory().peak_total
     moves, expert_load = engine.ledger.step_moves(), engine.expert_load()

@@ -1,6 +1,6 @@
 """A run while it is trained: its folder, its logbook, and a function that shows events.
 
-The logbook keeps the events of a training in its run folder and, if installed, for TensorBoard.
+The logbook keeps the events of a training in its run folder, and passes them on to its trackers.
 """
 
 import dataclasses
@@ -50,6 +50,8 @@ from echelon.train.jobs.job import Job, as_plain
 from echelon.train.measured import MEASURED
 from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, RunFolder, explain_os_errors
+from echelon.train.trackers.kinds import make_trackers
+from echelon.train.trackers.trackers import Trackers
 
 SAVED = "saved.jsonl"
 
@@ -60,37 +62,34 @@ class Logbook:
     Of a run that goes on, it begins with what the folder has.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, trackers: Trackers | None = None) -> None:
+        """`trackers`: by default TensorBoard, if it is installed."""
         self._folder = folder
+        self._trackers = Trackers(make_trackers(None), folder, {}) if trackers is None else trackers
         self._steps: list[Stepped]
         self._evaluations: list[Evaluated]
         self._started: Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
         self._metrics = folder.path / METRICS
-        self._board = _tensorboard(folder)
         self._read()
 
     def take(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
+                self._trackers.start(self._events)
                 self._cut(event.after_step)
                 self._fill(metrics_with(self._metrics, event.lines))
                 self._fill(metrics_with_rollbacks(self._metrics, event.rollbacks))
+                self._trackers.catch_up(self._events)
             case Audited():
                 self._audit = event.results
             case Stepped():
                 self._steps.append(event)
                 self._line(event)
-                self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
-                for gate in event.experts:
-                    self._scalars(event.step, **{f"entropy/{gate.gate}": gate.entropy})
             case Evaluated():
                 self._evaluations.append(event)
                 self._line(event)
-                self._scalars(event.step, validation_loss=event.loss)
-                if event.accuracy is not None:
-                    self._scalars(event.step, validation_accuracy=event.accuracy)
             case Saved(step):
                 self._folder.append(SAVED, [{"step": step, "time": time.time()}])
             case Measured():
@@ -101,6 +100,7 @@ class Logbook:
                 self._line(event)
             case Sampled():
                 self._folder.write("sample.txt", event.text + "\n")
+        self._trackers.take(event)
 
     @property
     def has_started(self) -> bool:
@@ -108,11 +108,23 @@ class Logbook:
         return self._started is not None
 
     @property
+    def _events(self) -> list[Stepped | Evaluated]:
+        """Steps and validations, each validation after its step."""
+        return sorted(
+            [*self._steps, *self._evaluations], key=lambda event: (event.step, isinstance(event, Evaluated))
+        )
+
+    @property
     def last_step(self) -> int:
         return self._steps[-1].step if self._steps else 0
 
-    def close(self) -> None:
-        """Draw the loss of the steps that there are."""
+    def failures(self) -> list[str]:
+        """What went wrong with trackers since the last call."""
+        return self._trackers.failures()
+
+    def close(self, state: str = FINISHED) -> None:
+        """Draw the loss of the steps that there are, and let trackers write what they have."""
+        self._trackers.end(state)
         if self._steps:
             marks: dict[str, Sequence[Stepped | Evaluated]] = {
                 "training": self._steps,
@@ -123,9 +135,6 @@ class Logbook:
             self._folder.write("loss.svg", line_chart(series, "Loss", "step", unit))
             if self._steps[-1].experts:
                 self._folder.write("experts.svg", expert_picture(self._steps))
-        if self._board is not None:
-            with explain_os_errors(self._folder.path):
-                self._board.close()
 
     def summary(self) -> dict[str, Any]:
         """The results of a finished run, as plain values."""
@@ -173,26 +182,9 @@ class Logbook:
     def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
         self._folder.append(METRICS, [entry_of(event)])
 
-    def _scalars(self, step: int, **values: float) -> None:
-        if self._board is None:
-            return
-        with explain_os_errors(self._folder.path):
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-
     @property
     def _unit(self) -> str:
         return self._started.unit if self._started else "tokens"
-
-
-def _tensorboard(folder: RunFolder) -> Any:
-    """A writer for TensorBoard, or None if it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    with explain_os_errors(folder.path):
-        return SummaryWriter(str(folder.path / "tensorboard"))
 
 
 # The picture of what gates did in a training: the share of each expert in the tokens, and the entropy.
@@ -261,10 +253,18 @@ class Run:
             case Noted(text):
                 self.folder.note("note", text=text)
         self.show(event)
+        self._tell_failures()
+
+    def _tell_failures(self) -> None:
+        """A tracker that fails ends no run."""
+        for text in self.logbook.failures():
+            self.folder.note("note", text=text)
+            self.show(Noted(text))
 
     def finish(self) -> dict[str, Any]:
         with host_work("the picture of the loss"):  # rank 0 of torchrun, for which others may wait
             self.logbook.close()
+        self._tell_failures()
         summary = {"run": str(self.folder.path), **self.logbook.summary()}
         self.folder.mark(FINISHED, {"summary": summary})
         return summary
@@ -275,7 +275,8 @@ class Run:
             self.folder.discard()
             return
         with suppress(UserError):  # a full disk must not hide the error
-            self.logbook.close()
+            self.logbook.close(PREEMPTED if isinstance(error, Preempted) else "failed")
+            self._tell_failures()
         if isinstance(error, Preempted):
             with suppress(UserError):
                 self.folder.mark(PREEMPTED, {"reason": str(error)})
@@ -303,7 +304,8 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
             folder.mark("running", about)
             folder.note("resume", after_step=last_step(path / METRICS))
         try:
-            run = Run(folder, Logbook(folder), show, is_new=path is None)
+            trackers = Trackers(make_trackers(job.track), folder, as_plain(job))
+            run = Run(folder, Logbook(folder, trackers), show, is_new=path is None)
         except BaseException:
             if path is None:
                 folder.discard()

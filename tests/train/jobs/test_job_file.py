@@ -265,3 +265,11 @@ def test_a_table_where_one_of_several_kinds_of_values_must_be(tmp_path: Path, ke
 def test_a_key_that_is_half_a_character_is_refused() -> None:
     with pytest.raises(UserError, match=r"the key '\\ud800' is not Unicode text"):
         read_values({"steps": 3, chr(0xD800): 1}, (), None, "run.json")
+
+
+@pytest.mark.parametrize("value", ["wandb", "3", "[1]", "true"])
+def test_trackers_are_a_list_of_names(value: str) -> None:
+    assert read_job(settings=['track=["jsonl"]']).track == ("jsonl",)
+    with pytest.raises(UserError) as caught:
+        read_job(settings=[f"track={value}"])
+    assert caught.value.errors[0].endswith('must be a list of names, like track=["tensorboard", "wandb"]')

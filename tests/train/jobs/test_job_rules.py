@@ -191,3 +191,12 @@ def test_the_steps_of_a_trace_are_steps_of_the_job(text: str) -> None:
     )
     assert Job(trace="2:9", steps=6).trace_steps == range(2, 9)
     assert not job_errors(Job(trace="6:7", steps=6))
+
+
+def test_trackers_of_a_job_are_known_and_installed() -> None:
+    assert job_errors(Job(track=())) == job_errors(Job(track=("jsonl",))) == []
+    errors = job_errors(Job(track=("jsonl", "tensorbord", "jsonl")))
+    assert errors == [
+        "track: 'tensorbord' is not a tracker (did you mean 'tensorboard'?)",
+        "track: jsonl, tensorbord, jsonl: each tracker once",
+    ]

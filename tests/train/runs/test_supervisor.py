@@ -238,7 +238,7 @@ def test_a_second_sigterm_after_all_is_saved_changes_nothing(
         os.kill(os.getpid(), signal.SIGTERM)
         return [7, 7]
 
-    def close(_logbook: Logbook) -> None:
+    def close(_logbook: Logbook, *_: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def fail(*_: object) -> None:

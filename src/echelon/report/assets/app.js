@@ -132,7 +132,7 @@
         axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((t) => (t >= 10000 ? t / 1000 + "k" : t)) },
           { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : show(tick))) }],
         series: [{ label: "step" }, ...shown.map((curve) => ({
-          label: curve.label || "raw", stroke: curve.colour, width: curve.label ? 1.7 : 1, spanGaps: true,
+          label: curve.label || "raw", class: curve.label ? null : "raw", stroke: curve.colour, width: curve.label ? 1.7 : 1, spanGaps: true,
           points: { show: Boolean(curve.points), size: 5, fill: curve.colour }, value: (_, value) => show(value),
         }))],
         hooks: { draw: [(plot) => drawMarks(plot, options.marks || [])] },

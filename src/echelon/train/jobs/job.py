@@ -186,6 +186,7 @@ class Job(_Table):
     restarts: int = 3
     out: str = "runs"
     name: str = "train"
+    track: tuple[str, ...] | None = None  # trackers; TensorBoard, if it is installed
     trace: str | None = None  # '10:13': the steps 10, 11 and 12
     audit: str = "sampled"
     loss_scale: float | Literal["dynamic"] | None = None  # of fp16

@@ -158,7 +158,7 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
         return f"{key}: there is no such key{fix}"
     if any(isinstance(part, int) for part in error["loc"]):
         value = reduce(lambda table, name: table[name], path, values)
-        return f"{key}={value!r}: must be two numbers"
+        return f"{key}={value!r}: must be {rule_of(path)}"
     if error["type"] == "too_long":
         return f"{key}={value!r}: must be two numbers, got {len(value)}"
     if error["type"] == "int_parsing_size":
@@ -181,6 +181,7 @@ _RULES: dict[Any, str] = {
     tuple: "two numbers",
 }
 _OWN_RULES = {
+    "track": 'a list of names, like track=["tensorboard", "wandb"]',
     "trace": "the first step and the one after the last, like 10:13",
     "keep": "an integer, or memory",
     "loss_scale": "a number above 0, or dynamic",

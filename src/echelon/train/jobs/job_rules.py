@@ -27,6 +27,7 @@ from echelon.train.jobs.machine_fit import host_memory_errors, rank_error, ranks
 from echelon.train.jobs.task_rules import DATA_CHECKS, MODEL_CHECKS, Findings
 from echelon.train.runs.run_folder import place_error
 from echelon.train.task import TASKS
+from echelon.train.trackers.kinds import tracker_errors
 from echelon.update.nonfinite import why_unskippable
 from echelon.update.optim.learning_rate import schedule_errors
 from echelon.update.precision.loss_scaling import loss_scale_errors
@@ -140,6 +141,9 @@ def _check_names(job: Job, findings: Findings) -> None:
             "letter or a digit",
             "name",
         )
+    if job.track is not None:
+        for fault in tracker_errors(job.track):
+            findings.add(f"track: {fault}", "track")
     if findings.all_valid("trace", "steps"):
         _check_trace(job, findings)
     if not job.name:

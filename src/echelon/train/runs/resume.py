@@ -21,7 +21,7 @@ from echelon.train.runs.memory_copies import has_copies, is_in_memory
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, link_errors, read_about
 
 MAY_CHANGE = (
-    *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit", "trace"),
+    *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit", "trace", "track"),
     *("evaluate_every", "evaluate_batches"),
     *("nonfinite", "most_skipped", "spike_factor", "spike_window", "max_rollbacks"),
 )

@@ -65,6 +65,22 @@ def test_a_step_waits_for_no_event_and_events_are_reused() -> None:
     assert device.num_events == num_events
 
 
+def test_spans_that_were_taken_are_read_later_and_no_step_waits_for_it() -> None:
+    device = FakeDevice()
+    timer = SpanTimer(EventClock(device))
+    queue_step(timer, device)
+    synchronized = device.synchronized
+    taken = timer.take()
+    for _ in range(2):
+        queue_step(timer, device)
+    assert device.synchronized == synchronized
+    assert taken is not None
+    wanted = [(0.0, 2.0), (2.0, 2.5), (2.5, 10.0), (10.0, 14.0)]
+    assert milliseconds_of(taken.read()) == wanted
+    assert milliseconds_of(timer.spans) == wanted
+    assert taken.read()[-1].end < timer.spans[0].start
+
+
 def test_durations_stay_exact_in_a_long_run() -> None:
     """CUDA gives the time since an event as float32 milliseconds: after five hours to a millisecond."""
     device = FakeDevice()

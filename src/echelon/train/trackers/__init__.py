@@ -1,0 +1,1 @@
+"""Trackers: where the numbers of a training go, beside its run folder."""
