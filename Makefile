@@ -30,7 +30,7 @@ help:          ## what there is
 install: .venv/.installed   ## the library and the command into .venv
 
 train: .venv/.installed     ## a small GPT on 2 ranks, about 2 minutes; with experts: make train JOB=examples/moe.toml
-	@$(BIN)/echelon train $(JOB)
+	@$(BIN)/echelon train $(or $(JOB),--set minutes=1.5)
 
 test: .venv/.installed-dev  ## the suite without slow tests, about 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -8,7 +8,7 @@ Those of benches are all in docs/benchmarks.md, between `<!-- benches: PART -->`
 Records of tests are on the pages that explain them, between `<!-- results: NAME -->` and
 `<!-- end results -->`.
 The tables of a plan's fields and rules, between `<!-- plan: NAME -->` and `<!-- end plan -->`, come from the
-descriptions in `echelon.plan`. The times in the README, between `<!-- speed -->` and `<!-- end speed -->`, are
+descriptions in `echelon.plan`. Times in the README, between `<!-- speed -->` and `<!-- end speed -->`, are
 those of results.
 """
 

@@ -106,6 +106,16 @@ class Noted:
 
 
 @dataclass(frozen=True)
+class Limited:
+    """So many steps fit into the minutes of the job."""
+
+    steps: int
+    of: int
+    minutes: float
+    warmup: int  # steps
+
+
+@dataclass(frozen=True)
 class RolledBack:
     """The loss has jumped, or numbers were not finite: training goes on after an earlier step."""
 
@@ -118,7 +128,9 @@ class RolledBack:
     limit: int
 
 
-Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted | RolledBack
+Event = (
+    Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted | RolledBack | Limited
+)
 
 
 METRICS = "metrics.jsonl"
