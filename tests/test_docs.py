@@ -177,6 +177,14 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     assert sorted([*linked, "index.md"]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_the_page_for_programs_leads_to_pages_that_are_there() -> None:
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# echelon\n\n> ")
+    links = re.findall(r"^- \[[^\]]+\]\(([\w/.-]+)\)", text, re.MULTILINE)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     (example,) = (block for block in blocks(README, "python") if "__main__" in block)

@@ -2,8 +2,8 @@
 
     minutes = 1.5     steps 1 … 10 at full speed, the last ones 0.7 s each     so 118 of 600 steps
 
-Then it is a training of so many steps: the learning rate falls to its floor with the last one, and run.json
-has the number, so that a restart and --resume go on with it. The minutes are those of steps, not of what comes
+Then it is a training of so many steps: the learning rate falls to its floor with the last one; run.json
+has the number, so that a restart and --resume go on with it. Minutes are those of steps, not of what comes
 before the first one and after the last.
 """
 
