@@ -37,8 +37,9 @@ from tests.test_structure import statements
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+def load_module(path: Path) -> ModuleType:
+    """A script that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,7 +47,7 @@ def load_generator() -> ModuleType:
     return module
 
 
-generate = load_generator()
+generate = load_module(ROOT / "docs" / "generate.py")
 PAGES: list[Path] = generate.pages()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
