@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install train test fuzz chaos mutants lint bench clean
+.PHONY: help install train test fuzz chaos mutants lint bench site clean
 help:          ## what there is
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -30,7 +30,7 @@ help:          ## what there is
 install: .venv/.installed   ## the library and the command into .venv
 
 train: .venv/.installed     ## a small GPT on 2 ranks, about 2 minutes; with experts: make train JOB=examples/moe.toml
-	@$(BIN)/echelon train $(JOB)
+	@$(BIN)/echelon train $(or $(JOB),--set minutes=1.5)
 
 test: .venv/.installed-dev  ## the suite without slow tests, about 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -55,6 +55,10 @@ lint: .venv/.installed-dev  ## ruff and mypy
 
 bench: .venv/.installed-dev ## measure, and write benchmarks/results
 	@$(BIN)/python -m benchmarks $(NAME) --out benchmarks/results
+
+site: .venv/.installed      ## the documentation as a site, in site/
+	@$(INSTALL) "mkdocs-material>=9.5"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:         ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,8 +37,9 @@ from tests.test_structure import statements
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+def load_module(path: Path) -> ModuleType:
+    """A script that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,7 +47,7 @@ def load_generator() -> ModuleType:
     return module
 
 
-generate = load_generator()
+generate = load_module(ROOT / "docs" / "generate.py")
 PAGES: list[Path] = generate.pages()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -175,6 +176,14 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     linked = re.findall(r"\]\(([\w-]+\.md)", index)
     assert sorted([*linked, "index.md"]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_page_for_programs_leads_to_pages_that_are_there() -> None:
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# echelon\n\n> ")
+    links = re.findall(r"^- \[[^\]]+\]\(([\w/.-]+)\)", text, re.MULTILINE)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).is_file()] == []
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from echelon.train.display import Display, print_summary
 from echelon.train.events import (
     Audited,
     Evaluated,
+    Limited,
     Restarting,
     RolledBack,
     Sampled,
@@ -130,3 +131,17 @@ def test_the_summary_says_where_the_run_is() -> None:
     assert "runs/a" in text
     assert "5.5000 → 1.5000" in text
     assert "[bold]not markup" in text
+
+
+def test_steps_that_fit_into_the_time_are_shown() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    with Display(Job(steps=600, minutes=1.5), console) as display:
+        display.show(Starting("runs/a"))
+        display.show(stepped(1))
+        display.show(Limited(90, 600, 1.5, 20))
+        display.show(stepped(90))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "600 steps, as many as fit into 1.5 minutes" in text
+    assert "90 of 600 steps fit into 1.5 minutes" in text
+    assert "step     90/90" in text

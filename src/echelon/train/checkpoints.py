@@ -42,6 +42,10 @@ class Checkpoints:
         self._last_on_disk = self._last_in_memory = 0
         self.source = FROM_DISK  # of the state that was loaded last
 
+    def limit(self, job: Job) -> None:
+        """Go on with a job that has another number of steps."""
+        self._job = job
+
     def check_room(self, rank_bytes: float) -> None:
         """Refuse copies in memory for which there is no room: states of so many bytes at least."""
         if self._memory is not None:

@@ -15,6 +15,7 @@ from echelon.train.events import (
     Audited,
     Evaluated,
     Event,
+    Limited,
     Noted,
     Restarting,
     RolledBack,
@@ -42,6 +43,7 @@ class Display:
             console=console,
         )
         self._task = self._progress.add_task("step", total=job.steps)
+        self._num_steps = job.steps
         self._losses: list[float] = []
         self._evaluated: Evaluated | None = None
         self._last: Stepped | None = None
@@ -61,8 +63,9 @@ class Display:
         match event:
             case Starting(run):
                 # Not earlier: a refused job has nothing to show, and under torchrun only rank 0 has events.
-                plan, steps = escape(self._job.plan), self._job.steps
-                self._console.print(f"[bold]echelon train[/]  plan {plan}  {steps} steps")
+                plan, job = escape(self._job.plan), self._job
+                most = "" if job.minutes is None else f", as many as fit into {job.minutes:g} minutes"
+                self._console.print(f"[bold]echelon train[/]  plan {plan}  {job.steps} steps{most}")
                 self._console.print(f"starting ranks … the run is kept in {run}", markup=False)
                 if self._console.is_terminal:
                     self._live.start()
@@ -88,6 +91,10 @@ class Display:
                     f"({number} of {limit} rollbacks)"
                 )
                 self._begin_after(step)
+            case Limited(steps, of, minutes, _):
+                self._num_steps = steps
+                self._progress.update(self._task, total=steps)
+                self._console.print(f"{steps} of {of} steps fit into {minutes:g} minutes")
             case Noted():
                 self._console.print(f"[yellow]{escape(event.text)}[/]")
             case Audited(results):
@@ -148,12 +155,12 @@ class Display:
 
     def _plain_line(self, step: Stepped) -> None:
         now = time.monotonic()
-        if step.step not in (self._first, self._job.steps) and now - self._last_line < _LINE_SECONDS:
+        if step.step not in (self._first, self._num_steps) and now - self._last_line < _LINE_SECONDS:
             return
         self._last_line = now
-        left = (now - self._began) / (step.step - self._first + 1) * (self._job.steps - step.step)
+        left = (now - self._began) / (step.step - self._first + 1) * (self._num_steps - step.step)
         self._console.print(
-            f"step {step.step:>6}/{self._job.steps}  loss {step.loss:.4f}  "
+            f"step {step.step:>6}/{self._num_steps}  loss {step.loss:.4f}  "
             f"{step.tokens / step.seconds:>9,.0f} {self._unit}/s  {show_bytes(step.memory_bytes)} per rank  "
             f"{left:.0f} s left",
             highlight=False,

@@ -122,6 +122,16 @@ class Noted:
 
 
 @dataclass(frozen=True)
+class Limited:
+    """So many steps fit into the minutes of the job."""
+
+    steps: int
+    of: int
+    minutes: float
+    warmup: int  # steps
+
+
+@dataclass(frozen=True)
 class RolledBack:
     """The loss has jumped, or numbers were not finite: training goes on after an earlier step."""
 
@@ -146,6 +156,7 @@ Event = (
     | Restarting
     | Noted
     | RolledBack
+    | Limited
 )
 
 

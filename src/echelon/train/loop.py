@@ -26,6 +26,7 @@ from echelon.train.events import (
     Evaluated,
     Event,
     GateLoad,
+    Limited,
     Noted,
     Sampled,
     Saved,
@@ -38,6 +39,7 @@ from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
 from echelon.train.measured import MEASURED_STEP, measure_ranks
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.runs.stopping import StopRequest
+from echelon.train.runs.time_limit import TimeLimit, limited_job, with_steps
 from echelon.train.task import TOKENIZER_FOLDER, Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
@@ -59,7 +61,7 @@ def train_rank(
         return _train(job, folder, report, stop)
 
 
-def _make_engine(job: Job) -> tuple[Task, Engine]:
+def _make_engine(job: Job, rates: "_Rates") -> tuple[Task, Engine]:
     measures = Plan.parse(job.plan).pipeline == AUTO
     with host_work("the data and the model"):
         task = open_task(job)
@@ -76,7 +78,7 @@ def _make_engine(job: Job) -> tuple[Task, Engine]:
         loss=task.loss,
         clip=job.optimizer.clip,
         loss_scale=job.loss_scale,
-        schedule=_rates(job),
+        schedule=rates,
         seed=job.seed,
         sample_batch=task.training.at(0, (0, 1)) if measures else None,
         weights=None if measures else job.model.weights,
@@ -91,7 +93,9 @@ def _make_engine(job: Job) -> tuple[Task, Engine]:
 
 def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
     torch.manual_seed(job.seed)
-    task, engine = _make_engine(job)
+    job = limited_job(job, folder)
+    rates = _Rates(job)
+    task, engine = _make_engine(job, rates)
     first = engine.mesh.rank == 0
     checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
     checkpoints.check_room(state_bytes(job, task.config))
@@ -101,7 +105,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
         if step == 0 and last_step(folder / METRICS):
             report(Noted("no checkpoint was whole yet: training begins again at step 1"))
         report(_started(task, engine, checkpoints, step))
-    training = _Training(job, engine, task, checkpoints, report)
+    training, limit = _Training(job, engine, task, checkpoints, report), TimeLimit(job)
     _trace(job, engine, folder, step)
     while step < job.steps:
         step += 1
@@ -112,6 +116,9 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
                 engine.close(restore=False)
                 return step - 1
             training.step(step)
+            fitting = limit.after(step)
+            if fitting is not None:
+                job = training.limit(fitting, rates)
         except (LossSpikeError, NonfiniteError) as trouble:
             step = training.roll_back(trouble)
     training.tell_last_skipped()
@@ -191,6 +198,15 @@ class _Training:
         if self._first:
             self._report(Saved(step))
 
+    def limit(self, steps: int, rates: "_Rates") -> Job:
+        """Train so many steps in all: return the job that has them."""
+        before, job = self._job, with_steps(self._job, steps)
+        self._job = rates.job = job
+        self._checkpoints.limit(job)
+        if self._first and before.minutes is not None:
+            self._report(Limited(steps, before.steps, before.minutes, job.warmup))
+        return job
+
     def read_all(self) -> None:
         while self._unread:
             self._read(self._unread.popleft())
@@ -243,12 +259,26 @@ def _started(task: Task, engine: Engine, checkpoints: Checkpoints, step: int) ->
     )
 
 
-def _rates(job: Job) -> Callable[[int], float]:
-    """The schedule of the learning rate. If every push makes a version, `data` versions count as one step."""
-    schedule, plan = job.schedule(), Plan.parse(job.plan)
-    if plan.sync == "async" and plan.staleness > 0:
-        return lambda version: schedule(version // plan.data)
-    return schedule
+@final
+class _Rates:
+    """The schedule of the learning rate of a job, which may get another number of steps. If every push makes
+    a version, `data` versions count as one step."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        plan = Plan.parse(job.plan)
+        self._versions = plan.data if plan.sync == "async" and plan.staleness > 0 else 1
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    @job.setter
+    def job(self, job: Job) -> None:
+        self._job, self._schedule = job, job.schedule()
+
+    def __call__(self, version: int) -> float:
+        return self._schedule(version // self._versions)
 
 
 def evaluate(engine: Engine, task: Task) -> tuple[float, float | None]:

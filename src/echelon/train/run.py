@@ -29,6 +29,7 @@ from echelon.train.events import (
     Evaluated,
     Event,
     GateLoad,
+    Limited,
     Measured,
     Noted,
     Restarting,
@@ -250,6 +251,9 @@ class Run:
                 self.folder.note("restart", reason=reason, number=number, after_step=self.logbook.last_step)
             case RolledBack(step, from_step, reason):
                 self.folder.note("rollback", step=step, from_step=from_step, reason=reason)
+            case Limited(steps, of, minutes, warmup):
+                self.folder.limit_steps(steps, warmup)
+                self.folder.note("note", text=f"{minutes:g} minutes: {steps} of {of} steps")
             case Noted(text):
                 self.folder.note("note", text=text)
         self.show(event)

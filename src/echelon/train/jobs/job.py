@@ -24,6 +24,7 @@ from echelon.plan import Plan
 from echelon.update.nonfinite import Nonfinite, why_unskippable
 from echelon.update.optim.learning_rate import Schedule, by_name
 
+MEASURED_STEPS = 10  # of a training that ends by time
 LANGUAGE_PRESET, TEXT_SOURCE = "gpt-tiny", "stdlib"
 IMAGE_PRESET, IMAGE_SOURCE = "alexnet-tiny", "synthetic"
 
@@ -175,6 +176,7 @@ class Job(_Table):
     task: str = "language"
     plan: str = "data=2"
     steps: int = 600
+    minutes: float | None = None  # fewer steps, if not all fit
     batch: int = 32
     sequence: int | None = None
     seed: int = 0
@@ -216,7 +218,12 @@ class Job(_Table):
     @property
     def warmup(self) -> int:
         """For how many steps the learning rate rises."""
-        return min(100, self.steps // 10) if self.optimizer.warmup is None else self.optimizer.warmup
+        if self.optimizer.warmup is not None:
+            return self.optimizer.warmup
+        most = (
+            100 if self.minutes is None else 2 * MEASURED_STEPS
+        )  # how many steps there are is not known yet
+        return min(most, self.steps // 10)
 
     @property
     def trace_steps(self) -> range:

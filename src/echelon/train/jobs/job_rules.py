@@ -107,6 +107,8 @@ def _check_counts(job: Job, findings: Findings) -> None:
             findings.add(f"{name}={value}: must be at least {least}", name)
         if value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
+    if job.minutes is not None and not 0 < job.minutes < math.inf:
+        findings.add(f"minutes={job.minutes}: must be a number above 0, or left out", "minutes")
     if findings.all_valid("save_every", "keep_every") and job.keep_every:
         if job.save_every == 0:
             findings.add(

@@ -87,6 +87,13 @@ class RunFolder:
         events = [*about.get("events", ()), {"kind": kind, "time": moment, **values}]
         self.mark(str(about["state"]), {"events": events})
 
+    def limit_steps(self, steps: int, warmup: int) -> None:
+        """Let the job of the run have so many steps, and no limit of time any more."""
+        about = self.about()
+        job = {key: value for key, value in about["job"].items() if key != "minutes"}
+        optimizer = {**job.get("optimizer", {}), "warmup": warmup}
+        self.mark(str(about["state"]), {"job": {**job, "steps": steps, "optimizer": optimizer}})
+
     def mark(self, state: str, about: dict[str, Any]) -> None:
         """Replace run.json: its old entries, the new ones, and the state."""
         earlier = self.about() if (self.path / RUN_FILE).exists() else {}
