@@ -195,12 +195,7 @@ def make_audit(settings: AuditSettings, setup: Setup, state: EngineState, runner
     if settings.mode == "off":
         return Audit("off", None, check_weights, agreement, watches=False)
     reference = Reference(
-        setup.model,
-        settings.form,
-        lambda *pair: layers.whole_loss(*pair),  # that of the pass: a call may have one of its own
-        setup.scopes,
-        mesh.device,
-        DTYPES[plan.precision],
+        setup.model, settings.form, layers, setup.scopes, mesh.device, DTYPES[plan.precision]
     )
     gradients = GradientAudit(state, runner, setup.scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
