@@ -1,7 +1,7 @@
 """Trainings in which the user does something by hand between two steps, or whose model or optimizer has parts
 that are tied in ways that torch does not know of."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from functools import partial
 from typing import Any
 
@@ -153,6 +153,8 @@ class Aliased(nn.Module):
             self.view = self.first.weight.data.T
         elif kind == "list":
             self.views = [self.first.weight.detach()[:4]]
+        elif kind in _HELPERS:
+            self.helper = _HELPERS[kind](self.first.weight.detach())
 
     def layers(self) -> list[nn.Module]:
         return [self.first, self.second]
@@ -163,12 +165,38 @@ class Aliased(nn.Module):
             return hidden + values @ self.shadow
         if self.kind == "attribute":
             return hidden + values @ self.view
+        if self.kind in _HELPERS:
+            return hidden + self.helper(values)
         return hidden + (values[:, :4] @ self.views[0] if self.kind == "list" else 0.0)
+
+
+class Product:
+    """An object of the user's own."""
+
+    def __init__(self, matrices: Any) -> None:
+        self.matrices = matrices
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values @ self.matrices[0]
+
+
+def _of_array(weight: Tensor) -> Any:
+    array = weight.numpy()
+    return lambda values: values @ torch.from_numpy(array)
+
+
+_HELPERS: dict[str, Any] = {
+    "object": lambda weight: Product([weight]),
+    "closure": lambda weight: lambda values: values @ weight,
+    "partial": lambda weight: partial(F.linear, weight=weight),
+    "queue": lambda weight: Product(deque([weight])),
+    "array": _of_array,
+}
 
 
 ALIASED: dict[str, Foreign] = {
     f"aliased {kind}": Foreign(partial(Aliased, kind), vectors, F.mse_loss)
-    for kind in ("parameter", "buffer", "attribute", "list")
+    for kind in ("parameter", "buffer", "attribute", "list", *_HELPERS)
 }
 
 # G: hands between steps.
