@@ -65,6 +65,17 @@ def _evaluate_part(model: nn.Module, _: Any, step: int) -> None:
     model[3].train(step == 1)
 
 
+def half_frozen() -> nn.Module:
+    model = stack()
+    model[0].requires_grad_(False)
+    return model
+
+
+def _unfreeze(model: nn.Module, _: Any, step: int) -> None:
+    if step == 1:
+        model[0].requires_grad_(True)
+
+
 def dropping() -> nn.Module:
     """Its activation is another one in evaluation."""
     return nn.Sequential(nn.Linear(WIDTH, 16), ByMode(), nn.Linear(16, 16), ByMode(), nn.Linear(16, WIDTH))
@@ -82,6 +93,7 @@ LATE: dict[str, Foreign] = {
     "module dropped": Foreign(stack, vectors, F.mse_loss, between=_drop_layer),
     "forward replaced": Foreign(stack, vectors, F.mse_loss, between=_replace_forward),
     "eval between steps": Foreign(dropping, vectors, F.mse_loss, between=_evaluate_mode),
+    "part unfrozen": Foreign(half_frozen, vectors, F.mse_loss, between=_unfreeze),
     "eval of a part": Foreign(dropping, vectors, F.mse_loss, between=_evaluate_part),
 }
 

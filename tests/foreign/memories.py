@@ -53,6 +53,20 @@ class WarmsUp(nn.Module):
         return self.body(values) * (1 + 0.1 * calls)
 
 
+class Follows(nn.Module):
+    """A frozen copy of a layer, which each forward moves towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.copy = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            for frozen, weight in zip(self.copy.parameters(), self.online.parameters(), strict=True):
+                frozen.lerp_(weight, 0.1)
+        return self.online(values) + self.copy(values)
+
+
 class RunningMean:
     """Divides by the mean of all losses so far."""
 
@@ -112,6 +126,7 @@ MEMORIES: dict[str, Foreign] = {
         f"counts in {kind}": Foreign(lambda kind=kind: WarmsUp(kind), vectors, F.mse_loss, steps=STEPS)
         for kind in ("object", "shared object", "global")
     },
+    "follows in its forward": Foreign(Follows, vectors, F.mse_loss, steps=STEPS),
     "loss with a running mean": with_loss(RunningMean),
     "loss with a centre": with_loss(Centred),
     "loss that counts": with_loss(annealed),

@@ -93,7 +93,7 @@ def unchanged_weights(
     """Run passes of stages beside a step. Raise, on every rank, if they have changed weights: the first step
     would not find out any more. Where a forward may change them, they are put back."""
     if keeps_changes(plan) and not frees_weights(plan):
-        with _restored_weights(modules):
+        with restored_weights(modules, plan):
             yield
         return
     # A rehearsal of units that are updated in the backward pass marks their weights as changed.
@@ -110,9 +110,10 @@ def unchanged_weights(
 
 
 @contextmanager
-def _restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put the weights of `modules` back at the end."""
-    weights = [weight for module in modules for weight in module.parameters()]
+def restored_weights(modules: Iterable[nn.Module], plan: Plan) -> Iterator[None]:
+    """Put the weights of `modules` back at the end, where a forward may change them."""
+    is_kept = keeps_changes(plan) and not frees_weights(plan)
+    weights = [weight for module in modules for weight in module.parameters()] if is_kept else []
     copies = [weight.detach().clone() for weight in weights]
     try:
         yield
