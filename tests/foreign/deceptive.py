@@ -116,6 +116,54 @@ def span_mean(output: Tensor, starts: Tensor) -> Tensor:
     return F.cross_entropy(scores, starts.clamp(max=LENGTH), ignore_index=LENGTH)
 
 
+# Numbers of another kind: weights, amounts, sizes.
+
+
+def masked_beside_zeros(step: int) -> Any:
+    """The targets have zeros too, in other amounts."""
+    labels = classes(step, SAMPLES, LENGTH) % 3
+    return random(step, SAMPLES, LENGTH, WIDTH), (labels, later(step, 2).double())
+
+
+def sample_weights(step: int) -> Any:
+    weights = torch.ones(SAMPLES, dtype=torch.float64)
+    if step >= 2:
+        weights += torch.arange(SAMPLES) / 4
+    return random(step, SAMPLES, WIDTH), (random(step + 50, SAMPLES, CLASSES), weights)
+
+
+def weighted_mean(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    values, weights = target
+    return ((output - values).square().mean(1) * weights).sum() / weights.sum()
+
+
+def late_outliers(size: float) -> Callable[[int], Any]:
+    def batch(step: int) -> Any:
+        targets = random(step + 50, SAMPLES, LENGTH, CLASSES).clamp(-0.9, 0.9)
+        targets[~later(step, 2)] *= size
+        return random(step, SAMPLES, LENGTH, WIDTH), targets
+
+    return batch
+
+
+def inlier_mean(output: Tensor, targets: Tensor) -> Tensor:
+    is_inlier = targets.abs() < 1
+    return (output[is_inlier] - targets[is_inlier]).square().mean()
+
+
+def large_inputs(step: int) -> Any:
+    return random(step, SAMPLES, WIDTH) * (5 if step >= 2 else 1), random(step + 50, SAMPLES, CLASSES)
+
+
+class CentresLargeInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = body()
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.body(values - values.mean(0) if bool((values.abs() > 6).any()) else values)
+
+
 # C. Gradients.
 
 
@@ -279,6 +327,11 @@ DECEPTIVE: dict[str, Foreign] = {
     "ignores a class": Foreign(body, hidden_batch(CLASSES - 1, 2), ignoring(CLASSES - 1)),
     "weighs a late class": Foreign(body, weighted_late, class_weights),
     "positions past the end": Foreign(body, spans, span_mean),
+    "mask beside zeros": Foreign(body, masked_beside_zeros, masked_mean),
+    "weights of samples": Foreign(body, sample_weights, weighted_mean),
+    "leaves out outliers": Foreign(body, late_outliers(5.0), inlier_mean),
+    "leaves out infinity": Foreign(body, late_outliers(torch.inf), inlier_mean),
+    "centres large inputs": Foreign(CentresLargeInputs, large_inputs, F.mse_loss),
     "centres gradients": Foreign(with_layer(CentresGradients), vectors, F.cross_entropy),
     "straight-through mean": Foreign(with_layer(StraightThrough), vectors, F.cross_entropy),
     "tensor hook normalises": Foreign(with_layer(HookedGradients), vectors, F.cross_entropy),

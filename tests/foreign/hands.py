@@ -1,7 +1,7 @@
 """Trainings in which the user does something by hand between two steps, or whose model or optimizer has parts
 that are tied in ways that torch does not know of."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,17 @@ def _evaluate_part(model: nn.Module, _: Any, step: int) -> None:
     model[3].train(step == 1)
 
 
+def half_frozen() -> nn.Module:
+    model = stack()
+    model[0].requires_grad_(False)
+    return model
+
+
+def _unfreeze(model: nn.Module, _: Any, step: int) -> None:
+    if step == 1:
+        model[0].requires_grad_(True)
+
+
 def dropping() -> nn.Module:
     """Its activation is another one in evaluation."""
     return nn.Sequential(nn.Linear(WIDTH, 16), ByMode(), nn.Linear(16, 16), ByMode(), nn.Linear(16, WIDTH))
@@ -82,6 +93,7 @@ LATE: dict[str, Foreign] = {
     "module dropped": Foreign(stack, vectors, F.mse_loss, between=_drop_layer),
     "forward replaced": Foreign(stack, vectors, F.mse_loss, between=_replace_forward),
     "eval between steps": Foreign(dropping, vectors, F.mse_loss, between=_evaluate_mode),
+    "part unfrozen": Foreign(half_frozen, vectors, F.mse_loss, between=_unfreeze),
     "eval of a part": Foreign(dropping, vectors, F.mse_loss, between=_evaluate_part),
 }
 
@@ -153,6 +165,8 @@ class Aliased(nn.Module):
             self.view = self.first.weight.data.T
         elif kind == "list":
             self.views = [self.first.weight.detach()[:4]]
+        elif kind in _HELPERS:
+            self.helper = _HELPERS[kind](self.first.weight.detach())
 
     def layers(self) -> list[nn.Module]:
         return [self.first, self.second]
@@ -163,12 +177,38 @@ class Aliased(nn.Module):
             return hidden + values @ self.shadow
         if self.kind == "attribute":
             return hidden + values @ self.view
+        if self.kind in _HELPERS:
+            return hidden + self.helper(values)
         return hidden + (values[:, :4] @ self.views[0] if self.kind == "list" else 0.0)
+
+
+class Product:
+    """An object of the user's own."""
+
+    def __init__(self, matrices: Any) -> None:
+        self.matrices = matrices
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values @ self.matrices[0]
+
+
+def _of_array(weight: Tensor) -> Any:
+    array = weight.numpy()
+    return lambda values: values @ torch.from_numpy(array)
+
+
+_HELPERS: dict[str, Any] = {
+    "object": lambda weight: Product([weight]),
+    "closure": lambda weight: lambda values: values @ weight,
+    "partial": lambda weight: partial(F.linear, weight=weight),
+    "queue": lambda weight: Product(deque([weight])),
+    "array": _of_array,
+}
 
 
 ALIASED: dict[str, Foreign] = {
     f"aliased {kind}": Foreign(partial(Aliased, kind), vectors, F.mse_loss)
-    for kind in ("parameter", "buffer", "attribute", "list")
+    for kind in ("parameter", "buffer", "attribute", "list", *_HELPERS)
 }
 
 # G: hands between steps.

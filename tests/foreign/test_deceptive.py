@@ -30,6 +30,11 @@ EQUAL = {
 ALWAYS = [
     ("mask of floats, third batch", "data=2"),
     ("ignores a class", "microbatches=2"),
+    ("mask beside zeros", "microbatches=2"),
+    ("weights of samples", "data=2"),
+    ("leaves out outliers", "microbatches=2"),
+    ("leaves out infinity", "pipeline=2 microbatches=2"),
+    ("centres large inputs", "data=2"),
     ("centres gradients", "data=2 zero=3"),
     ("gradient penalty", "data=2"),
     ("norm beside noise", "data=2"),

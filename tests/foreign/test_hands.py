@@ -35,6 +35,8 @@ def expected(name: str, plan: str) -> str | None:
         return _NEW_MODEL
     if name in ("hook added", "weight hook added", "forward replaced"):
         return None if is_one_call else _NEW_MODEL  # also of ranks that have no such weight
+    if name == "part unfrozen":
+        return "had requires_grad=False when parallelize was called"  # also where one stage alone has it
     if name in COUPLED:
         has_all = "zero" not in plan and "pipeline" not in plan
         if "backward" in plan or "offload=parameters" in plan:
@@ -83,6 +85,7 @@ ALWAYS = [
     ("weight hook added", "pipeline=2 microbatches=2"),
     ("clamped data", "data=2 zero=1 offload=optimizer"),
     ("auxiliary none", "pipeline=2 microbatches=2"),
+    ("part unfrozen", "pipeline=2 microbatches=2"),
 ]
 
 

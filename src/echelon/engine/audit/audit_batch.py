@@ -148,16 +148,21 @@ def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any
 # batch that shows a trait which no audited batch has shown. A trait is a column:
 #
 #     0 … 39     integer targets with this remainder by 40: rare classes are new for some time
-#     40 … 42    zeros (False), negative numbers, NaNs
-#     43         targets at least as large as the second dim of an input: positions past the end
-#     44 … 46    whether there are other amounts of 40 … 42 than in the first sample
+#     40 …       20 columns for each tensor (the ninth shares those of the first):
+#     0 … 2      zeros (False), negative numbers, numbers that are not finite
+#     3          targets at least as large as the second dim of an input: positions past the end
+#     4 … 7      whether there are other amounts of 0 … 2 than in the first sample, and another sum
+#     8 … 19     whether the largest real number is 1/4, 1/2, 1, … 512 at least
 #
-# Targets count, and integer and bool inputs (masks). Everything stays on the device of the tensors.
+# Of real inputs, negative numbers do not count. Everything stays on the device of the tensors.
 
-_CLASSES, NUM_TRAITS = 40, 47
-_ZEROS, _NEGATIVES, _NANS, _PAST_END = range(_CLASSES, 44)
-_FLAGS, _OTHER_AMOUNTS = slice(_ZEROS, _PAST_END), slice(44, NUM_TRAITS)
-_LARGEST = 2**24  # elements of a tensor: a larger one is no target of a loss that counts
+_CLASSES, _SLOTS, _COLUMNS, _FEWEST = 40, 8, 20, -2
+NUM_TRAITS = _CLASSES + _SLOTS * _COLUMNS
+_ZEROS, _NEGATIVES, _INFINITE, _PAST_END, *_OTHER_AMOUNTS, _OTHER_SUM, _SIZES = range(9)
+_LARGEST, _LARGEST_REAL = (
+    2**24,
+    2**20,
+)  # elements: larger tensors are no masks and no targets of a loss that counts
 
 
 @torch.no_grad()
@@ -166,12 +171,22 @@ def sample_traits(batch: Any) -> Tensor | None:
     inputs, targets = batch
     wide = max((leaf.shape[1] for leaf in _tensors(inputs) if leaf.dim() > 1), default=None)
     counts = [_count_traits(leaf, wide, is_target=True) for leaf in _tensors(targets)]
-    counts += [_count_traits(leaf, None, is_target=False) for leaf in _tensors(inputs) if not _is_real(leaf)]
+    counts += [_count_traits(leaf, None, is_target=False) for leaf in _tensors(inputs)]
     if not counts:
         return None
     device = counts[0].device
     # To the host a copy must be waited for: it is read at once.
-    return torch.stack([each.to(device, non_blocking=device.type != "cpu") for each in counts]).sum(0)
+    counts = [each.to(device, non_blocking=device.type != "cpu") for each in counts]
+    traits = counts[0].new_zeros(len(counts[0]), NUM_TRAITS)
+    for number, each in enumerate(counts):
+        traits[:, :_CLASSES] += each[:, _COLUMNS:]
+        traits[:, _slot(number)] += each[:, :_COLUMNS]
+    return traits
+
+
+def _slot(number: int) -> slice:
+    begin = _CLASSES + number % _SLOTS * _COLUMNS
+    return slice(begin, begin + _COLUMNS)
 
 
 def shown_traits(traits: Tensor) -> Tensor:
@@ -179,75 +194,52 @@ def shown_traits(traits: Tensor) -> Tensor:
     return (traits > 0).any(0)
 
 
-@torch.no_grad()
-def shows_known(batch: Any, known: list[bool]) -> bool:
-    """Return True where the smallest and the largest number of each tensor rule out that `sample_traits`
-    shows another trait than the `known` ones. Where they do not, or are on a device, it may."""
-    inputs, targets = batch
-    wide = max((leaf.shape[1] for leaf in _tensors(inputs) if leaf.dim() > 1), default=None)
-    counted = [leaf for leaf in _tensors(inputs) if not _is_real(leaf)]
-    of_targets = all(_shows_known(leaf, wide, known, is_target=True) for leaf in _tensors(targets))
-    return of_targets and all(_shows_known(leaf, None, known, is_target=False) for leaf in counted)
-
-
-def _shows_known(leaf: Tensor, wide: int | None, known: list[bool], *, is_target: bool) -> bool:
-    is_readable = leaf.is_cpu and leaf.layout == torch.strided and not leaf.is_complex()
-    if not is_readable or leaf.dtype == torch.bool or not 0 < leaf.numel() <= _LARGEST:
-        return False
-    low, high = (each.item() for each in torch.aminmax(leaf))
-    if not low <= high:  # not a number
-        return False
-    has_class = is_target and not leaf.is_floating_point()
-    if low <= 0 <= high and not (known[_ZEROS] and known[_OTHER_AMOUNTS][0]):
-        return False
-    if low < 0 and not (known[_NEGATIVES] and known[_OTHER_AMOUNTS][1]):
-        return False
-    is_past_end = has_class and wide is not None and high >= wide
-    if is_past_end and not known[_PAST_END]:
-        return False
-    is_short = low >= 0 and high < _CLASSES
-    return not has_class or all(known[int(low) : int(high) + 1] if is_short else known[:_CLASSES])
-
-
 def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:
     """Choose `count` samples, the first and the last in the order of how much they have of `new` traits, or
-    else of zeros, negative numbers and NaNs: parts of them have different amounts. Among those of one amount
-    samples with the same traits are next to each other."""
+    else of zeros, negative numbers and such as are not finite: parts of them have different amounts. Among
+    those of one amount samples with the same traits are next to each other."""
     wanted = new.clone()
-    if not new.any():
-        wanted[_FLAGS] = True
-    wanted[_FLAGS] |= wanted[_OTHER_AMOUNTS]
-    wanted[_OTHER_AMOUNTS] = False
-    amounts, rows = traits[:, wanted].sum(1).tolist(), (traits > 0).flip(1).tolist()
+    of_tensors, amounts = wanted[_CLASSES:].view(_SLOTS, _COLUMNS), slice(_OTHER_AMOUNTS[0], _OTHER_SUM)
+    of_tensors[:, :_PAST_END] |= of_tensors[:, amounts] if new.any() else True
+    of_tensors[:, amounts] = False
+    totals, rows = traits[:, wanted].sum(1).tolist(), (traits > 0).flip(1).tolist()
     has_new: list[bool] = (traits[:, new] > 0).any(1).tolist()
-    ordered = sorted(range(len(rows)), key=lambda number: (amounts[number], rows[number]))
+    ordered = sorted(range(len(rows)), key=lambda number: (totals[number], rows[number]))
     most = [number for number in reversed(ordered) if has_new[number]][: -(-count // 2)]
     left = [number for number in ordered if number not in most]
     chosen = most + left[: max(0, count - len(most))]
     return [number for number in ordered if number in chosen]
 
 
+def _counts(leaf: Tensor, *, is_target: bool) -> bool:
+    most = _LARGEST if is_target or not leaf.is_floating_point() else _LARGEST_REAL
+    return 0 < leaf.numel() <= most and not leaf.is_complex() and leaf.layout == torch.strided
+
+
 def _count_traits(leaf: Tensor, wide: int | None, *, is_target: bool) -> Tensor:
-    counts = torch.zeros(len(leaf), NUM_TRAITS, dtype=torch.int64, device=leaf.device)
-    if not 0 < leaf.numel() <= _LARGEST or leaf.is_complex() or leaf.layout != torch.strided:
+    """Return the columns of a tensor, and behind them those of classes."""
+    counts = torch.zeros(len(leaf), _COLUMNS + _CLASSES, dtype=torch.int64, device=leaf.device)
+    if not _counts(leaf, is_target=is_target):
         return counts
     values = leaf.reshape(len(leaf), -1)
     counts[:, _ZEROS] = (values == 0).sum(1)
-    if values.dtype != torch.bool:
+    if values.dtype != torch.bool and (is_target or not values.is_floating_point()):
         counts[:, _NEGATIVES] = (values < 0).sum(1)
+    sums = values.sum(1)
     if values.is_floating_point():
-        counts[:, _NANS] = values.isnan().sum(1)
-    counts[:, _OTHER_AMOUNTS] = counts[:, _FLAGS] != counts[0, _FLAGS]
+        counts[:, _INFINITE] = (~values.isfinite()).sum(1)
+        largest = values.abs().nan_to_num(posinf=0).amax(1, keepdim=True)
+        counts[:, _SIZES:_COLUMNS] = largest >= 2.0 ** torch.arange(
+            _FEWEST, _COLUMNS - _SIZES + _FEWEST, device=leaf.device
+        )
+    counts[:, _OTHER_AMOUNTS] = (counts[:, :_PAST_END] != counts[0, :_PAST_END]).long()
+    counts[:, _OTHER_SUM] = sums != sums[0]
     if is_target and not values.is_floating_point() and values.dtype != torch.bool:
         values = values.long()
-        counts.scatter_add_(1, values % _CLASSES, torch.ones_like(values))
+        counts[:, _COLUMNS:].scatter_add_(1, values % _CLASSES, torch.ones_like(values))
         if wide is not None and values.shape[1] < wide:
             counts[:, _PAST_END] = (values >= wide).sum(1)
     return counts
-
-
-def _is_real(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def _tensors(structure: Any) -> list[Tensor]:

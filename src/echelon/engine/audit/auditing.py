@@ -24,7 +24,6 @@ from echelon.engine.audit.audit_batch import (
     GivenBatch,
     sample_traits,
     shown_traits,
-    shows_known,
 )
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
@@ -103,8 +102,7 @@ class Audit:
         self._num_steps += 1
         self._ask_late()
         is_due = 0 < self._next <= self._num_steps
-        is_watched = self._watches and (is_due or not self._shows_known(batch))
-        traits = sample_traits(batch.pair) if is_watched else None
+        traits = sample_traits(batch.pair) if self._watches else None
         if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
             refused = next(filter(None, self._agreement.gather(str(refusal or ""))), "")
             if refused:
@@ -131,11 +129,6 @@ class Audit:
             return False
         unread, self._unread = self._unread, None
         return unread.is_new.wait()[0] > 0
-
-    def _shows_known(self, batch: GivenBatch) -> bool:
-        """Return whether this batch is known to show nothing new. Ranks that compare theirs count traits."""
-        is_alone = self._agreement.group is None and not self._agreement.is_late
-        return is_alone and shows_known(batch.pair, self._known.tolist())
 
     def _new(self, traits: Tensor) -> Tensor:
         self._known = self._known.to(traits.device)  # in the first step; then it is there
@@ -195,12 +188,7 @@ def make_audit(settings: AuditSettings, setup: Setup, state: EngineState, runner
     if settings.mode == "off":
         return Audit("off", None, check_weights, agreement, watches=False)
     reference = Reference(
-        setup.model,
-        settings.form,
-        lambda *pair: layers.whole_loss(*pair),  # that of the pass: a call may have one of its own
-        setup.scopes,
-        mesh.device,
-        DTYPES[plan.precision],
+        setup.model, settings.form, layers, setup.scopes, mesh.device, DTYPES[plan.precision]
     )
     gradients = GradientAudit(state, runner, setup.scopes, reference, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None

@@ -247,7 +247,8 @@ class GradientAudit:
         local, units, device = self._local, self._update.units, self._mesh.device
         captured: dict[Tensor, Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(without_side_effects(local.modules, self._modules, device))
+            loss = self._runner.user_loss
+            stack.enter_context(without_side_effects(local.modules, self._modules, device, loss))
             if not training:
                 for module in self._modules:
                     module.training = False

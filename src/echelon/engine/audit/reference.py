@@ -14,14 +14,15 @@ from torch.utils._pytree import tree_map, tree_map_only
 from echelon.engine.audit.gradient_comparison import Take
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.step.feed import to_device
+from echelon.engine.step.python_state import PythonState
 from echelon.engine.step.samples import Scopes
-from echelon.engine.step.side_effects import AttributeSnapshot
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.autograd.hooks import late_hooks, twin
 from echelon.nn.batch import call, cast, num_samples
 from echelon.nn.dropout.training_position import CountedSamples
-from echelon.nn.losses import Loss, total_and_count
+from echelon.nn.losses import total_and_count
 from echelon.nn.sample_gathering import Replicas
+from echelon.parallel.layer_sharding import LayerSharding
 
 Parameters = Mapping[str, nn.Parameter]
 _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
@@ -67,12 +68,12 @@ class Reference:
         self,
         model: nn.Module,
         form: PlainForm,
-        loss: Loss,
+        layers: LayerSharding,
         scopes: Scopes,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self.form, self._loss, self._scopes = model, form, loss, scopes
+        self._model, self.form, self._layers, self._scopes = model, form, layers, scopes
         self.device, self.dtype = device, dtype
         self._is_fresh = False
 
@@ -121,14 +122,14 @@ class Reference:
             dtype = torch.promote_types(self.dtype, torch.float32) if run.is_precise else self.dtype
             if run.is_precise:
                 parameters = _widen(self._model, parameters)
-            # What the forward changes in place inside of attributes is put back.
-            stack.callback(AttributeSnapshot(self._model.modules()).restore)
+            # What the forward and the loss change in place is put back. A call may have a loss of its own.
+            stack.callback(PythonState(self._model.modules(), self._layers.user_loss).restore)
             if not run.training:
                 self._model.eval()
             replicas = Replicas()  # one device
             with CountedSamples(samples, scope), replicas.gathering():
                 output = call(self._model, cast(inputs, dtype))
-                result = self._loss(output, targets)
+                result = self._layers.whole_loss(output, targets)
                 total, count = total_and_count(result, samples, run.all_samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)

@@ -71,7 +71,7 @@ class NonfiniteSearch:
         hooks = _PassHooks(self._runner, names, report.findings, mesh.rank)
         with (
             as_checks(mesh, modules),
-            without_side_effects(local.modules, modules, mesh.device),
+            without_side_effects(local.modules, modules, mesh.device, self._runner.user_loss),
             hooks.attached(dict.fromkeys(each for stage in local.modules for each in stage.modules())),
         ):
             self._replay(batch, step)

@@ -26,6 +26,7 @@ from echelon.engine.step.runtime.wire import Wire
 from echelon.engine.step.side_effects import FirstForward, WithoutAutocastCache
 from echelon.errors import UserError
 from echelon.nn.batch import Batch
+from echelon.nn.losses import Loss
 from echelon.nn.sample_gathering import Replicas
 from echelon.parallel.data.batch_norm import talks_in_forward
 from echelon.program import (
@@ -112,6 +113,11 @@ class StepRunner(ABC):
         return None
 
     # Between steps.
+
+    @property
+    def user_loss(self) -> Loss:
+        """The loss as the user gave it."""
+        return self._layers.user_loss
 
     @property
     def is_empty(self) -> bool:

@@ -2,18 +2,17 @@
 found, and torch's cache of cast weights is kept out.
 """
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from echelon.collectives.mesh import Mesh
 from echelon.engine.model_checks import is_cut
+from echelon.engine.step.python_state import PythonState
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.buffer_snapshot import BufferSnapshot
@@ -26,12 +25,12 @@ _LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
 
 @contextmanager
 def without_side_effects(
-    stages: Sequence[nn.Module], modules: Iterable[nn.Module], device: torch.device
+    stages: Sequence[nn.Module], modules: Iterable[nn.Module], device: torch.device, loss: Any = None
 ) -> Iterator[None]:
-    """Run forward passes of `stages`, then put back their buffers, all generators of random numbers, and the
-    modes and attributes of `modules`."""
+    """Run forward passes of `stages`, then put back their buffers, all generators of random numbers, the
+    modes and attributes of `modules`, and what they and the loss keep in Python."""
     modules = list(modules)
-    attributes, generators = AttributeSnapshot(modules), GeneratorStates(device, modules)
+    state, generators = PythonState(modules, loss), GeneratorStates(device, modules)
     buffers = BufferSnapshot(stages, largest=_LARGEST_BUFFER)
     buffers.take()
     try:
@@ -39,7 +38,7 @@ def without_side_effects(
     finally:
         buffers.restore(refused=True)
         generators.restore()
-        attributes.restore()
+        state.restore()
 
 
 @contextmanager
@@ -70,96 +69,6 @@ class WithoutAutocastCache:
         torch.set_autocast_cache_enabled(self._before)
 
 
-# The plain attributes of modules.
-
-_BYTES = 64 * 2**20  # of all tensors and arrays that are copied
-_ITEMS = 100_000  # of all containers that are copied
-_STRUCTURE = {"_parameters", "_buffers", "_modules"}  # what modules hold beside plain attributes
-_SEQUENCES = (list, deque)
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-
-
-@final
-class AttributeSnapshot:
-    """Copies at once; `restore` puts everything back."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._attributes = {module: _plain_attributes(module) for module in modules}
-        self._copies: dict[int, tuple[Any, Any]] = {}  # a value, and what it held
-        self._bytes_left, self._items_left = _BYTES, _ITEMS
-        for attributes in self._attributes.values():
-            for value in attributes.values():
-                self._copy(value)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for value, copy in self._copies.values():
-            _put_back(value, copy)
-        for module, before in self._attributes.items():
-            _restore_attributes(module, before)
-
-    def _copy(self, value: Any) -> None:
-        if id(value) in self._copies:
-            return
-        if _is_copied(value):
-            if value.nbytes <= self._bytes_left:
-                self._bytes_left -= value.nbytes
-                is_tensor = isinstance(value, Tensor)
-                self._copies[id(value)] = value, value.detach().clone() if is_tensor else value.copy()
-        elif type(value) in (*_SEQUENCES, *_MAPPINGS, set, tuple):
-            self._copy_container(value)
-
-    def _copy_container(self, value: Any) -> None:
-        if len(value) > self._items_left:
-            return
-        self._items_left -= len(value)
-        is_mapping = type(value) in _MAPPINGS
-        if type(value) is not tuple:
-            self._copies[id(value)] = value, dict(value) if is_mapping else list(value)
-        for member in list(value.values()) if is_mapping else list(value):
-            self._copy(member)
-
-
-def _is_copied(value: Any) -> bool:
-    """Return whether its values can be copied, and written again."""
-    if type(value) is numpy.ndarray:
-        return bool(value.flags.writeable) and not value.dtype.hasobject
-    if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_inference():
-        return False
-    is_expanded = any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
-    return not is_expanded
-
-
-def _put_back(value: Any, copy: Any) -> None:
-    if isinstance(value, Tensor):
-        if value.shape != copy.shape or value.dtype != copy.dtype:
-            value.data = copy
-            return
-        with _unsafe_preserve_version_counter(value):
-            value.copy_(copy)
-    elif isinstance(value, numpy.ndarray):
-        value[...] = copy
-    elif type(value) in _SEQUENCES:
-        value.clear()
-        value.extend(copy)
-    else:
-        value.clear()
-        value.update(copy)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
-
-
-def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
-    current = vars(module)
-    for name in [name for name in current if name not in before and name not in _STRUCTURE]:
-        del current[name]
-    for name, value in before.items():
-        if current.get(name, _STRUCTURE) is not value:
-            current[name] = value
-
-
 # Weights. On one device a forward changes them once per step, from the whole batch. Ranks and microbatches
 # that see parts of it would make other changes, each its own.
 
@@ -184,7 +93,7 @@ def unchanged_weights(
     """Run passes of stages beside a step. Raise, on every rank, if they have changed weights: the first step
     would not find out any more. Where a forward may change them, they are put back."""
     if keeps_changes(plan) and not frees_weights(plan):
-        with _restored_weights(modules):
+        with restored_weights(modules, plan):
             yield
         return
     # A rehearsal of units that are updated in the backward pass marks their weights as changed.
@@ -201,9 +110,10 @@ def unchanged_weights(
 
 
 @contextmanager
-def _restored_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put the weights of `modules` back at the end."""
-    weights = [weight for module in modules for weight in module.parameters()]
+def restored_weights(modules: Iterable[nn.Module], plan: Plan) -> Iterator[None]:
+    """Put the weights of `modules` back at the end, where a forward may change them."""
+    is_kept = keeps_changes(plan) and not frees_weights(plan)
+    weights = [weight for module in modules for weight in module.parameters()] if is_kept else []
     copies = [weight.detach().clone() for weight in weights]
     try:
         yield

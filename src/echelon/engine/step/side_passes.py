@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from echelon.engine.step.agreement import measure_gradient
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
-from echelon.engine.step.side_effects import without_side_effects
+from echelon.engine.step.side_effects import restored_weights, without_side_effects
 from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import Number, StepNumbers
@@ -39,7 +39,8 @@ class SidePasses(StepRunner):
         units = self._update.units
         assert units is not None
         try:
-            with self._no_side_effects(), units.rehearse(self._measure):
+            kept = restored_weights(self._local.modules, self._mesh.plan)
+            with self._no_side_effects(), kept, units.rehearse(self._measure):
                 numbers = self._train_step(batch, step)
         finally:
             self._measured.clear()
@@ -81,4 +82,4 @@ class SidePasses(StepRunner):
 
     def _no_side_effects(self) -> AbstractContextManager[None]:
         modules = [each for module in self._local.modules for each in module.modules()]
-        return without_side_effects(self._local.modules, modules, self._mesh.device)
+        return without_side_effects(self._local.modules, modules, self._mesh.device, self.user_loss)

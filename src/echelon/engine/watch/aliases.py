@@ -4,6 +4,7 @@ and one that updates it in the backward pass changes what the rest of that pass 
     self.b = nn.Parameter(self.a.weight.data)        another parameter
     self.register_buffer("shadow", self.a.weight.data)
     self.views = [self.a.weight.data.T]              a plain attribute, or a list, tuple or dict of them
+    self.head = lambda x: x @ matrix                 what a function, an object or an array of it holds
 
 The same Parameter object in several modules is a tied weight, which every plan keeps.
 """
@@ -14,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.step.python_state import PythonState
 from echelon.errors import raise_errors
-from echelon.memory.storages import overlap
+from echelon.memory.storages import address_of, overlap
 from echelon.nn.batch import tensors_of
 from echelon.plan import Plan
 
@@ -37,10 +39,10 @@ def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dty
     by_storage: dict[int, list[_Place]] = {}
     for weight in weights:
         if weight.tensor.requires_grad:
-            by_storage.setdefault(weight.tensor.untyped_storage()._cdata, []).append(weight)
+            by_storage.setdefault(_memory_of(weight.tensor), []).append(weight)
     pairs: list[tuple[str, str]] = []
     for place in [*weights, *_other_tensors(model)]:
-        for weight in by_storage.get(place.tensor.untyped_storage()._cdata, ()):
+        for weight in by_storage.get(_memory_of(place.tensor), ()):
             if place.tensor is weight.tensor:
                 is_left = place.name != weight.name and _is_left_behind(place, plan, model)
             else:
@@ -62,14 +64,24 @@ def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dty
 def _other_tensors(model: nn.Module) -> Iterator[_Place]:
     """Buffers, and tensors in attributes of modules, which torch does not know of."""
     places = [_Place(name, buffer, model) for name, buffer in model.named_buffers()]
+    state = PythonState(())
+    state.leave_out(model.modules())
     for path, module in model.named_modules():
         for key, value in vars(module).items():
             is_list_of_torch = isinstance(module, nn.RNNBase) and key == "_flat_weights"
-            if key in _OWN or is_list_of_torch or not isinstance(value, Tensor | list | tuple | dict):
+            if key in _OWN or is_list_of_torch:
                 continue
             name = f"{path}.{key}".removeprefix(".")
-            places += [_Place(name, tensor, module) for tensor in tensors_of(value)]
+            is_nested = isinstance(value, Tensor | list | tuple | dict)
+            tensors = tensors_of(value) if is_nested else state.reach(value)
+            places += [_Place(name, tensor, module) for tensor in tensors]
     return (place for place in places if place.tensor.layout == torch.strided)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return where its storage begins: that of an array is another object."""
+    address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    return address or address_of(tensor)
 
 
 def _is_left_behind(place: _Place, plan: Plan, model: nn.Module) -> bool:

@@ -66,7 +66,7 @@ class Watch:
         inside: Inside,
     ) -> None:
         self._plan, self._model, self._update, self.inside = mesh.plan, model, update, inside
-        self._layers, self._is_plain = layers, False
+        self._layers, self._is_plain, self._sharings = layers, False, local.sharings
         names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         made = [each for stage in local.modules for each in stage.modules() if each not in names]
         self._made = list(dict.fromkeys(made))  # on the fly: they have the mode of the model
@@ -216,7 +216,8 @@ class Watch:
 
     def _check(self, *, is_empty: bool) -> UserError | None:
         """Raise what ranks refuse alike; return what other ranks may not see."""
-        refusal = self._check_structure()
+        errors = (sharing.unfrozen_error() for sharing in self._sharings)
+        refusal = self._check_structure() or next(filter(None, errors), None)
         self._optimizer.check()
         if self._gradients.look():
             raise UserError(changed_gradient_error(self._plan))

@@ -5,7 +5,7 @@ import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, final
 
 import numpy
@@ -140,6 +140,14 @@ def _members(value: Any) -> Iterable[Any]:
     if kind is dict:
         return value.values()  # type: ignore[no-any-return]
     return value if kind is list or kind is tuple else (value,)
+
+
+def generator_restorer(value: Any) -> Callable[[], object] | None:
+    """Return a function that sets a generator back to its state of now; None if this is none."""
+    if not _is_generator(type(value)):  # type: ignore[arg-type]
+        return None
+    generator = _generator(value)
+    return partial(generator.write, generator.read())
 
 
 @lru_cache(maxsize=4096)

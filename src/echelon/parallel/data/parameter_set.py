@@ -148,14 +148,19 @@ class Claim:
                 "with weights of its own; use the later one, and close an engine with engine.close() before "
                 "parallelize makes another"
             )
+
+    def unfrozen_error(self) -> UserError | None:
+        """Return what to tell users of parameters that were frozen at the start, and are no more. Only ranks
+        that hold them see it."""
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be asked
             trained = [name for name, parameter in self._frozen if parameter.requires_grad]
         if trained:
-            raise UserError(
+            return UserError(
                 f"{_listed(trained)} had requires_grad=False when parallelize was called, and this engine's "
                 "optimizer has no state for it; to train it, call engine.close(), set requires_grad, and "
                 "make another engine with parallelize"
             )
+        return None
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return _holder(parameter) is self

@@ -15,6 +15,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from echelon.errors import UserError
 from echelon.parallel.data.buckets import (
     convert_gradients,
     convert_products,
@@ -130,6 +131,10 @@ class Sharing(ABC):
         """Return those that stay whole on the device, and that no message brings after an update: their first
         use waits for new weights that are on their way (offload)."""
         return self.local_parameters()
+
+    def unfrozen_error(self) -> UserError | None:
+        """Return what to tell users of parameters of this rank that were frozen at the start, and no more."""
+        return self._claim.unfrozen_error()
 
     @abstractmethod
     def start_step(self) -> None:
