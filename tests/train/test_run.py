@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from echelon.engine.audit import held, skipped
-from echelon.train.events import Audited, Evaluated, Sampled, Started, Starting, Stepped
+from echelon.train.events import Audited, Evaluated, Limited, Sampled, Started, Starting, Stepped
 from echelon.train.jobs.job import Job
 from echelon.train.run import Logbook, open_run
 from echelon.train.runs.run_folder import RunFolder
@@ -103,3 +103,13 @@ def test_tensorboard_is_written_only_where_it_is_installed(
     run, summary = logged(tmp_path / "without")
     assert not (run.path / "tensorboard").exists()
     assert summary["loss"] == 3.0
+
+
+def test_a_run_whose_time_is_counted_keeps_the_number_of_its_steps(tmp_path: Path) -> None:
+    with open_run(Job(out=str(tmp_path), minutes=1.5), lambda _: None) as run:
+        run.take(Limited(90, 600, 1.5, 20))
+        about = run.folder.about()
+        run.take(stepped(1, 2.5, 0.25))
+    assert (about["job"]["steps"], about["job"]["optimizer"]["warmup"]) == (90, 20)
+    assert "minutes" not in about["job"]
+    assert about["events"][0]["text"] == "1.5 minutes: 90 of 600 steps"

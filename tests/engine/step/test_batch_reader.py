@@ -14,6 +14,7 @@ import echelon
 from echelon.engine.step.batch_reader import BatchReader, read_sample, to_plain
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.batch import Inputs
 from echelon.parallel.own_loss import OwnLoss
 from echelon.plan import Plan
@@ -252,3 +253,17 @@ def test_the_loss_of_gates_is_asked_for_in_the_config() -> None:
     with pytest.raises(UserError, match=r"set model\.config\.output_router_logits=True before"):
         read(model, (asks, t))
     read(model, (asks | {"output_router_logits": False}, t))
+
+
+def test_positions_of_packed_documents_go_to_every_layer() -> None:
+    model = build(ModelConfig("gpt", 2, 16, 2, vocab=32, sequence=8))
+    tokens = torch.arange(8)[None]
+    batch = Inputs(tokens, position_ids=tokens), tokens
+    reader = BatchReader(model, Plan.parse("pipeline=2"), cross_entropy, by_layers=True)
+    inputs, _ = reader.read(batch)
+    assert (inputs.args, inputs.kwargs, inputs.shared) == ((tokens,), {}, {"position_ids": tokens})
+    inputs, _ = BatchReader(model, Plan(), cross_entropy, by_layers=False).read(batch)
+    assert (inputs.kwargs, inputs.shared) == ({"position_ids": tokens}, {})
+    shares = BatchReader(model, Plan.parse("context=2"), cross_entropy, by_layers=True)
+    with pytest.raises(UserError, match="tell the documents of a packed batch apart; use context=1"):
+        shares.read(batch)
