@@ -1,10 +1,13 @@
 """A microbatch on a stage."""
 
+from dataclasses import replace
+
+from echelon.plan import Plan
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.layer import layer_costs
-from echelon.planner.foresight.passes import Pass, stage_pass
+from echelon.planner.foresight.passes import Pass, _head, stage_pass
 from echelon.planner.foresight.practice import ECHELON, MEGATRON, TORCHTITAN, Practice
-from echelon.planner.foresight.settings import Settings
+from echelon.planner.foresight.settings import Settings, settings_of
 from echelon.planner.foresight.stages import StageKind
 from echelon.planner.shape.presets import preset_shape
 
@@ -70,3 +73,16 @@ def test_copies_that_take_longer_than_the_work_are_exposed() -> None:
     assert a_pass(Settings(offload=frozenset({"activations"}))).offload > 0
     assert a_pass(Settings(offload=frozenset({"activations"}), recompute="full")).offload == 0
     assert a_pass(Settings(offload=frozenset({"parameters"}))).offload > 0
+
+
+def test_a_head_that_is_fused_with_its_loss_pads_its_words_and_keeps_no_logits() -> None:
+    cluster = read_cluster("h200:1")
+    shape = preset_shape("gpt-small")
+    bf16, fp32 = (settings_of(Plan.parse(f"precision={name}")) for name in ("bf16", "fp32"))
+    odd, even = (
+        _head(replace(shape, vocab=vocab), cluster, ECHELON, bf16, 8).compute for vocab in (50257, 50304)
+    )
+    assert odd == even
+    other = replace(ECHELON, name="not fused", most_logits=0.0)
+    assert odd < 0.6 * _head(shape, cluster, other, bf16, 8).compute
+    assert _head(shape, cluster, ECHELON, fp32, 8) == _head(shape, cluster, other, fp32, 8)

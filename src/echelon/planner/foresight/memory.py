@@ -82,6 +82,12 @@ class HeadBytes(NamedTuple):
     peak: float
 
 
+def has_fused_head(shape: ModelShape, practice: Practice, settings: Settings) -> bool:
+    """Whether the head is computed together with its loss, in chunks, so that no logit is kept."""
+    is_one = settings.tensor == 1 and activation_bytes(settings) < 4
+    return bool(practice.most_logits) and is_one and shape.vocab >= _FUSED_VOCABULARY
+
+
 def head_bytes(shape: ModelShape, practice: Practice, settings: Settings, tokens: int) -> HeadBytes:
     """Return what logits and their loss hold."""
     unit = activation_bytes(settings)
@@ -91,7 +97,7 @@ def head_bytes(shape: ModelShape, practice: Practice, settings: Settings, tokens
         gathered = 2 * unit * tokens * shape.hidden if settings.tensor > 1 else 0.0
         return HeadBytes(0.0, practice.logit_bytes * logits + gathered)
     norm = (2 * unit + (practice.norm_bytes if shape.norm_vectors == 1 else 0.0)) * tokens * shape.hidden
-    if settings.tensor == 1 and unit < 4 and shape.vocab >= _FUSED_VOCABULARY:
+    if has_fused_head(shape, practice, settings):
         return HeadBytes(norm, norm + min(practice.logit_bytes * logits, practice.most_logits))
     # The logits, and what their loss made of them; a large head of one rank keeps only that.
     is_large = settings.tensor == 1 and shape.vocab >= _FUSED_VOCABULARY

@@ -6,7 +6,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.collectives import ring_seconds
 from echelon.planner.foresight.kernels import product_seconds, stream_seconds
 from echelon.planner.foresight.layer import LayerCost, LayerCosts
-from echelon.planner.foresight.memory import expert_copies, stage_parameters
+from echelon.planner.foresight.memory import expert_copies, has_fused_head, stage_parameters
 from echelon.planner.foresight.practice import Practice
 from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.stages import StageKind
@@ -15,6 +15,9 @@ from echelon.planner.shape.shape import ModelShape
 _NARROW = ("fp8", "fp4")
 # Layers whose forward pass runs again; `selective` is a part of a layer.
 _AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0, "sqrt": 1.0}
+# A head that is fused with its loss: its columns are a multiple of 64; the product writes 2 bytes for a
+# logit, the loss reads them twice and writes the gradient.
+_HEAD_ALIGNMENT, _FUSED_TRAFFIC = 64, 8.0
 _BEHIND_LAYER = 0.8  # of a layer's computation, that messages of tensor ranks can hide behind
 
 
@@ -136,8 +139,11 @@ def _head(shape: ModelShape, cluster: Cluster, practice: Practice, settings: Set
     tokens = -(-size * shape.sequence // settings.context)
     n, k, device = -(-shape.vocab // settings.tensor), shape.hidden, cluster.device
     precision = "bf16" if settings.precision in _NARROW else settings.precision
+    traffic = practice.logit_traffic
+    if has_fused_head(shape, practice, settings):
+        n, traffic = -(-n // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT, _FUSED_TRAFFIC
     seconds = product_seconds(device, precision, tokens, n, k)
     seconds += product_seconds(device, precision, tokens, k, n)
     weights = 0.0 if settings.frozen else product_seconds(device, precision, k, n, tokens)
-    moved = stream_seconds(device, practice.logit_traffic * tokens * n)
+    moved = stream_seconds(device, traffic * tokens * n)
     return Pass(compute=seconds + weights + moved, weights=weights)
