@@ -204,6 +204,25 @@ class BatchNormed(nn.Module):
         return self.last(self.norm(self.first(values)).relu())
 
 
+class MakesWeights(nn.Module):
+    """A layer makes weights for another one, of each sample by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.layer, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        def one(value: Tensor, made: Tensor) -> Tensor:
+            weights = {"weight": self.layer.weight * made, "bias": self.layer.bias + made}
+            return torch.func.functional_call(self.layer, weights, (value,))
+
+        return self.out(torch.vmap(one)(values, self.maker(values)).tanh())
+
+
 def _contrastive(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output @ targets.T, torch.arange(len(output)))
 
@@ -261,6 +280,7 @@ ODDITIES: dict[str, Foreign] = {
     "list tie": Foreign(ListTie, _vectors, F.mse_loss),
     "clamps": Foreign(Clamps, _vectors, F.mse_loss),
     "complex": Foreign(Complex, _vectors, F.mse_loss),
+    "makes weights": Foreign(MakesWeights, _vectors, F.mse_loss),
     "two inputs": Foreign(TwoInputs, _pairs, F.mse_loss),
     "shared": Foreign(Shared, _vectors, F.mse_loss),
     "never called": Foreign(NeverCalled, _vectors, F.mse_loss),

@@ -37,6 +37,7 @@ ALWAYS = [
     ("convnext", "data=2"),
     ("reads the table", "data=2 zero=3"),
     ("clamps", "data=2"),
+    ("makes weights", "recompute=full"),
     ("contrastive", "data=2"),
 ]
 

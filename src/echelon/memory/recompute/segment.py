@@ -93,7 +93,9 @@ class RecomputedLayer(Wrapper):
         self.history = LayerHistory(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._segment is None or not torch.is_grad_enabled():
+        # What a transform (vmap, torch.func.grad) calls in a layer is part of that layer's own run.
+        is_inside = torch._C._functorch.peek_interpreter_stack() is not None
+        if self._segment is None or is_inside or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         return self._segment.call(self, args, kwargs)
 
