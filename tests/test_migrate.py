@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,12 +31,18 @@ def batches_of(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 def run_pair(name: str) -> dict[str, list[float]]:
     """The losses of both functions of a pair on this rank, as its code is on the page."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # Accelerate asks for them, and joins none
     (make,) = (code for code in CODE.findall(PAGE) if code.startswith("def make"))
-    losses = {}
-    try:
+    rank, losses = torch.distributed.get_rank(), {}
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(torch.distributed.get_world_size()),
+    }
+    environment |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }  # Accelerate asks for them, and joins none
+    with patch.dict(os.environ, environment):
         for code in CODE.findall(PAIRS[name]):
             names: dict[str, Any] = {"torch": torch, "echelon": echelon}
             names["cross_entropy"] = nn.functional.cross_entropy
@@ -44,9 +51,6 @@ def run_pair(name: str) -> dict[str, list[float]]:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).double()
             losses[function] = names[function](model, batches_of(rank))
-    finally:
-        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            del os.environ[variable]
     return losses
 
 

@@ -187,7 +187,7 @@ class Block(nn.Module):
         self.mlp_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), position_ids)
+        mixed = self.attention(self.attention_norm(x), position_ids=position_ids)
         x = x + self.attention_dropout(mixed)
         after: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return after

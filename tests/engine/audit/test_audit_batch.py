@@ -1,5 +1,6 @@
 """Samples of an audit: one device sees each once, a plan each as often as the others; what is new in them."""
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -11,11 +12,13 @@ from torch import Tensor
 from echelon.collectives.agreement import RankAgreement
 from echelon.collectives.mesh import Mesh
 from echelon.engine.audit.audit_batch import (
+    NUM_TRAITS,
     GivenBatch,
     choose_samples,
     most_different,
     sample_traits,
     shown_traits,
+    shows_known,
     smallest_factor,
 )
 from echelon.plan import Plan
@@ -144,3 +147,64 @@ def test_samples_are_ordered_by_what_is_new() -> None:
 
 def test_an_empty_batch_shows_nothing() -> None:
     assert not shown_traits(traits(torch.zeros(0, dtype=torch.int64))).any()
+
+
+BATCHES = {
+    "classes": torch.arange(4),
+    "a class without a sample of it": torch.tensor([1, 3, 3, 1]),
+    "a large vocabulary": torch.arange(200).view(4, 50) + 1,
+    "ignored": torch.tensor([1, -100, 2, 3]),
+    "positions past the end": torch.tensor([5, 7, 8, 9]),
+    "real": torch.tensor([0.5, 1.0, 2.0, 3.0]),
+    "larger": torch.tensor([0.5, 1.0, -2.0, 300.0]),
+    "the same": torch.ones(4, 2),
+    "small": torch.tensor([0.01, -0.02, 0.2499, 0.25]),
+    "real, with zeros": torch.tensor([0.0, 1.0, 2.0, 3.0]),
+    "not numbers": torch.tensor([math.nan, 1.0, 2.0, 3.0]),
+    "infinite": torch.tensor([math.inf, 1.0, 2.0, 3.0]),
+    "half": torch.tensor([1.0, -1.0, 2.0, 3.0], dtype=torch.bfloat16),
+    "bools": torch.tensor([True, False, True, True]),
+    "true": torch.tensor([True, True, True, True]),
+    "none": torch.zeros(4, 0),
+}
+
+
+@pytest.mark.parametrize("place", ["targets", "inputs", "the second input"])
+def test_a_batch_that_is_ruled_out_by_a_look_shows_nothing_new(place: str) -> None:
+    def batch_of(name: str) -> tuple[Any, Tensor]:
+        features, leaf = torch.ones(4, 7), BATCHES[name]
+        if place == "targets":
+            return features, leaf
+        return (leaf if place == "inputs" else (features, leaf)), torch.ones(4)
+
+    def shown(name: str) -> Tensor:
+        traits = sample_traits(batch_of(name))
+        assert traits is not None
+        return shown_traits(traits)
+
+    num_ruled_out = 0
+    for earlier, now in itertools.product(BATCHES, BATCHES):
+        known = shown(earlier)
+        if shows_known(batch_of(now), known.tolist()):
+            assert not (shown(now) & ~known).any(), (earlier, now)
+            num_ruled_out += earlier != now
+    assert num_ruled_out > 20
+
+
+PARTLY = {"a class without a sample of it", "ignored", "positions past the end", "not numbers", "infinite"}
+
+
+@pytest.mark.parametrize("name", sorted(set(BATCHES) - PARTLY))
+def test_a_batch_like_the_last_is_ruled_out(name: str) -> None:
+    batch = torch.ones(4, 7), BATCHES[name]
+    traits = sample_traits(batch)
+    assert traits is not None
+    assert shows_known(batch, shown_traits(traits).tolist())
+    assert not shows_known(batch, torch.zeros(NUM_TRAITS).bool().tolist())
+
+
+def test_tokens_as_long_as_the_input_are_no_positions() -> None:
+    batch = torch.arange(400).view(4, 100), torch.arange(400).view(4, 100) + 1
+    traits = sample_traits(batch)
+    assert traits is not None
+    assert shows_known(batch, shown_traits(traits).tolist())

@@ -7,7 +7,9 @@ the other: the mean over repeated samples is the mean over the samples, if every
     one device: a b c d                          a | b       c | d       a | b       c | d
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -156,37 +158,47 @@ def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any
 #
 # Of real inputs, negative numbers do not count. Everything stays on the device of the tensors.
 
-_CLASSES, _SLOTS, _COLUMNS, _FEWEST = 40, 8, 20, -2
+_CLASSES, _SLOTS, _COLUMNS, _NUM_SIZES = 40, 8, 20, 12
 NUM_TRAITS = _CLASSES + _SLOTS * _COLUMNS
 _ZEROS, _NEGATIVES, _INFINITE, _PAST_END, *_OTHER_AMOUNTS, _OTHER_SUM, _SIZES = range(9)
-_LARGEST, _LARGEST_REAL = (
-    2**24,
-    2**20,
-)  # elements: larger tensors are no masks and no targets of a loss that counts
+_LARGEST, _LARGEST_REAL, _FAR = 2**24, 2**20, 2**62  # elements of masks and targets; the end of what has none
 
 
 @torch.no_grad()
 def sample_traits(batch: Any) -> Tensor | None:
-    """Count the traits of each sample, [samples, traits]; None where no tensor counts."""
-    inputs, targets = batch
-    wide = max((leaf.shape[1] for leaf in _tensors(inputs) if leaf.dim() > 1), default=None)
-    counts = [_count_traits(leaf, wide, is_target=True) for leaf in _tensors(targets)]
-    counts += [_count_traits(leaf, None, is_target=False) for leaf in _tensors(inputs)]
-    if not counts:
+    """Count for each sample how often it has each trait."""
+    found = [_count_traits(*leaf) for leaf in _leaves(batch)]
+    if not found:
         return None
-    device = counts[0].device
     # To the host a copy must be waited for: it is read at once.
-    counts = [each.to(device, non_blocking=device.type != "cpu") for each in counts]
-    traits = counts[0].new_zeros(len(counts[0]), NUM_TRAITS)
-    for number, each in enumerate(counts):
-        traits[:, :_CLASSES] += each[:, _COLUMNS:]
-        traits[:, _slot(number)] += each[:, :_COLUMNS]
-    return traits
+    found = [each.to(found[0].device, non_blocking=found[0].device.type != "cpu") for each in found]
+    tables = [sum(found[slot + _SLOTS :: _SLOTS], found[slot]) for slot in range(min(len(found), _SLOTS))]
+    classes = reduce(torch.add, [each[:, :_CLASSES] for each in tables])
+    missing = classes.new_zeros(len(classes), (_SLOTS - len(tables)) * _COLUMNS)
+    return torch.cat([classes, *(each[:, _CLASSES:] for each in tables), missing], 1)
 
 
-def _slot(number: int) -> slice:
-    begin = _CLASSES + number % _SLOTS * _COLUMNS
-    return slice(begin, begin + _COLUMNS)
+@torch.no_grad()
+def shows_known(batch: Any, known: list[bool]) -> bool:
+    """Return True where a look at each tensor rules out that `sample_traits` shows another trait than the
+    `known` ones. Where it does not, or would wait for a device, it may."""
+    return all(_shows_known(known, place % _SLOTS, *leaf) for place, leaf in enumerate(_leaves(batch)))
+
+
+def _shows_known(known: list[bool], slot: int, leaf: Tensor, wide: float, signs: bool, real: bool) -> bool:
+    if not leaf.numel() or not leaf.is_cpu:
+        return not leaf.numel()
+    low, high = (float(each) for each in torch.aminmax(leaf))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return False
+    has_zeros = low <= 0 <= high and int(leaf.count_nonzero()) < leaf.numel()
+    shown = [_OTHER_SUM] * (low < high) + [_NEGATIVES, _OTHER_AMOUNTS[1]] * (signs and low < 0)
+    shown += [_PAST_END] * (high >= wide) + [_ZEROS, _OTHER_AMOUNTS[0]] * has_zeros
+    num_sizes = min(math.frexp(max(-low, high))[1] + 2, _NUM_SIZES) if real else 0
+    shown += [_SIZES + num_sizes - 1] * (num_sizes > 0)  # and so all smaller ones
+    classes = known[int(low) : int(high) + 1] if low >= 0 and high < _CLASSES else known[:_CLASSES]
+    of_tensor = known[_CLASSES + slot * _COLUMNS :]
+    return all(of_tensor[column] for column in shown) and (wide == math.inf or all(classes))
 
 
 def shown_traits(traits: Tensor) -> Tensor:
@@ -211,36 +223,39 @@ def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:
     return [number for number in ordered if number in chosen]
 
 
-def _counts(leaf: Tensor, *, is_target: bool) -> bool:
-    most = _LARGEST if is_target or not leaf.is_floating_point() else _LARGEST_REAL
-    return 0 < leaf.numel() <= most and not leaf.is_complex() and leaf.layout == torch.strided
+def _leaves(batch: Any) -> list[tuple[Tensor, float, bool, bool]]:
+    """List the tensors, empty if they have no traits; where the input ends, of targets that may be classes or
+    positions, else infinity; whether signs count; whether they are real."""
+    inputs, targets = ([leaf for leaf in tensors_of(part) if leaf.dim() > 0] for part in batch)
+    wide = max((leaf.shape[1] for leaf in inputs if leaf.dim() > 1), default=_FAR)
+    leaves: list[tuple[Tensor, float, bool, bool]] = []
+    for leaf in (*targets, *inputs):
+        is_target, is_real = len(leaves) < len(targets), leaf.is_floating_point()
+        most = _LARGEST if is_target or not is_real else _LARGEST_REAL
+        counts = leaf.numel() <= most and not leaf.is_complex() and leaf.layout == torch.strided
+        signs = leaf.dtype != torch.bool and (is_target or not is_real)
+        end: float = wide if leaf.numel() < len(leaf) * wide else _FAR
+        end = end if is_target and signs and not is_real else math.inf
+        leaves.append((leaf if counts else leaf.new_empty(len(leaf), 0), end, signs, is_real))
+    return leaves
 
 
-def _count_traits(leaf: Tensor, wide: int | None, *, is_target: bool) -> Tensor:
-    """Return the columns of a tensor, and behind them those of classes."""
-    counts = torch.zeros(len(leaf), _COLUMNS + _CLASSES, dtype=torch.int64, device=leaf.device)
-    if not _counts(leaf, is_target=is_target):
-        return counts
-    values = leaf.reshape(len(leaf), -1)
-    counts[:, _ZEROS] = (values == 0).sum(1)
-    if values.dtype != torch.bool and (is_target or not values.is_floating_point()):
-        counts[:, _NEGATIVES] = (values < 0).sum(1)
-    sums = values.sum(1)
-    if values.is_floating_point():
-        counts[:, _INFINITE] = (~values.isfinite()).sum(1)
-        largest = values.abs().nan_to_num(posinf=0).amax(1, keepdim=True)
-        counts[:, _SIZES:_COLUMNS] = largest >= 2.0 ** torch.arange(
-            _FEWEST, _COLUMNS - _SIZES + _FEWEST, device=leaf.device
-        )
-    counts[:, _OTHER_AMOUNTS] = (counts[:, :_PAST_END] != counts[0, :_PAST_END]).long()
-    counts[:, _OTHER_SUM] = sums != sums[0]
-    if is_target and not values.is_floating_point() and values.dtype != torch.bool:
+def _count_traits(leaf: Tensor, wide: float, signs: bool, real: bool) -> Tensor:
+    """Return the columns of classes, and behind them those of the tensor."""
+    classes = torch.zeros(len(leaf), _CLASSES, dtype=torch.int64, device=leaf.device)
+    if not leaf.numel():
+        return torch.cat([classes, classes[:, :_COLUMNS]], 1)
+    values, nothing = leaf.reshape(len(leaf), -1), classes[:, 0]
+    zeros, negatives = (values == 0).sum(1), (values < 0).sum(1) if signs else nothing
+    past_end, infinite, sizes = nothing, nothing, classes[:, :_NUM_SIZES]
+    if wide < math.inf:
         values = values.long()
-        counts[:, _COLUMNS:].scatter_add_(1, values % _CLASSES, torch.ones_like(values))
-        if wide is not None and values.shape[1] < wide:
-            counts[:, _PAST_END] = (values >= wide).sum(1)
-    return counts
-
-
-def _tensors(structure: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_of(structure) if tensor.dim() > 0]
+        classes = classes.scatter_add(1, values % _CLASSES, torch.ones_like(values))
+        past_end = (values >= wide).sum(1) if wide < _FAR else nothing
+    if real:
+        low, high = values.aminmax(dim=1, keepdim=True)
+        sizes = torch.maximum(high, -low) >= torch.arange(-2, _NUM_SIZES - 2, device=leaf.device).exp2()
+        infinite = (~values.isfinite()).sum(1)
+    sums, counted = values.sum(1), torch.stack([zeros, negatives, infinite, past_end], 1)
+    others = counted[:, :_PAST_END] != counted[0, :_PAST_END], (sums != sums[0]).unsqueeze(1)
+    return torch.cat([classes, counted, *others, sizes], 1)

@@ -24,6 +24,7 @@ from echelon.engine.audit.audit_batch import (
     GivenBatch,
     sample_traits,
     shown_traits,
+    shows_known,
 )
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
@@ -102,7 +103,9 @@ class Audit:
         self._num_steps += 1
         self._ask_late()
         is_due = 0 < self._next <= self._num_steps
-        traits = sample_traits(batch.pair) if self._watches else None
+        is_alone = self._agreement.group is None and not self._agreement.is_late  # a short look may do
+        is_known = self._watches and is_alone and not is_due and shows_known(batch.pair, self._known.tolist())
+        traits = sample_traits(batch.pair) if self._watches and not is_known else None
         if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
             refused = next(filter(None, self._agreement.gather(str(refusal or ""))), "")
             if refused:
