@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,4 +100,4 @@ def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
     code = "from tests.memory.gist.test_kernels import check_kernels; check_kernels('cpu')"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[3], check=True)
