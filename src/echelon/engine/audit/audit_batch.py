@@ -213,8 +213,8 @@ def most_different(traits: Tensor, new: Tensor, count: int) -> list[int]:
     wanted = new.clone()
     of_tensors, amounts = wanted[_CLASSES:].view(_SLOTS, _COLUMNS), slice(_OTHER_AMOUNTS[0], _OTHER_SUM)
     of_tensors[:, :_PAST_END] |= of_tensors[:, amounts] if new.any() else True
-    of_tensors[:, amounts] = False
-    totals, rows = traits[:, wanted].sum(1).tolist(), (traits > 0).flip(1).tolist()
+    of_tensors[:, amounts.start :] = False
+    totals, rows = traits[:, wanted].sum(1).tolist(), (traits[:, wanted] > 0).flip(1).tolist()
     has_new: list[bool] = (traits[:, new] > 0).any(1).tolist()
     ordered = sorted(range(len(rows)), key=lambda number: (totals[number], rows[number]))
     most = [number for number in reversed(ordered) if has_new[number]][: -(-count // 2)]
