@@ -105,7 +105,9 @@ def test_bytes_are_those_of_real_ranks(name: str, plan: str, warm_ranks: Callabl
             assert found.memory.now[category] == memory.now[category], category
             assert found.memory.peak[category] == memory.peak[category], category
         assert found.memory.host == memory.host
-        assert found.memory.peak_total == pytest.approx(memory.peak_total, rel=0.05)
+        # Copies run beside the computation: how many weights are there at once is a matter of time.
+        near = 0.15 if "offload" in plan else 0.05
+        assert found.memory.peak_total == pytest.approx(memory.peak_total, rel=near)
 
 
 def test_a_plan_of_1024_ranks_takes_little_memory() -> None:
