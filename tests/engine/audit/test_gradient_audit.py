@@ -324,6 +324,7 @@ class NumpyJitter(nn.Module):
 
 
 def test_draws_that_parts_cannot_repeat_are_compared_in_evaluation_mode_and_that_is_said() -> None:
+    numpy.random.seed(0)
     with pytest.warns(UserWarning, match="in evaluation mode alone: the forward draws numbers"):
         assert "skipped (in evaluation mode alone" in outcome(engine_of(NumpyJitter(), seed=None))
 
