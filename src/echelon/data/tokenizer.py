@@ -86,9 +86,9 @@ def load_tokenizer(source: str | Path) -> TextTokenizer:
     elif path.is_dir() and has_tokenizer(path):
         inner = _convert(path)
     else:
-        what = f"no {TOKENIZER} in it" if path.is_dir() else "no such file or folder"
+        found = f"no {TOKENIZER} in it" if path.is_dir() else "no such file or folder"
         raise UserError(
-            f"tokenizer '{source}': there is {what}; name a {TOKENIZER}, or the folder of a model of "
+            f"tokenizer '{source}': there is {found}; name a {TOKENIZER}, or the folder of a model of "
             "transformers that has one"
         )
     inner.no_padding()

@@ -191,9 +191,9 @@ def critical_path(rows: Sequence[RankStep]) -> list[PathPart]:
         follow = None
         if cause is not None and cause[0] != rank:
             sent = places[cause[0]][cause[1]]
-            came = sent.end if span.instruction.op in RECEIVES else sent.start
-            if span.start < came < now:
-                arrival, follow = came, cause
+            sent_at = sent.end if span.instruction.op in RECEIVES else sent.start
+            if span.start < sent_at < now:
+                arrival, follow = sent_at, cause
         path.append(PathPart(rank, _kind(span), max(0.0, now - arrival)))
         now = min(now, arrival)
         if follow is not None:

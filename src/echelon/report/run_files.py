@@ -49,8 +49,8 @@ class RunFiles:
 def read_run(path: Path) -> RunFiles:
     """Read a run folder; a UserError for what is none."""
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path}: {what}; give the folder of a run, like runs/train-20260102-030405")
+        state = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path}: {state}; give the folder of a run, like runs/train-20260102-030405")
     if not any((path / name).exists() for name in (RUN_FILE, METRICS)):
         raise UserError(f"{path}: is not the folder of a run: it has neither {RUN_FILE} nor {METRICS}")
     run = RunFiles(path)

@@ -323,10 +323,26 @@ class NumpyJitter(nn.Module):
         return output
 
 
-def test_draws_that_parts_cannot_repeat_are_compared_in_evaluation_mode_and_that_is_said() -> None:
+class OwnJitter(NumpyJitter):
+    """By a generator of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype) if self.training else 0.0
+        output: Tensor = self.layer(x + noise)
+        return output
+
+
+@pytest.mark.parametrize("make", [NumpyJitter, OwnJitter])
+def test_draws_that_parts_cannot_repeat_are_compared_in_evaluation_mode_and_that_is_said(
+    make: Callable[[], nn.Module],
+) -> None:
     numpy.random.seed(0)
     with pytest.warns(UserWarning, match="in evaluation mode alone: the forward draws numbers"):
-        assert "skipped (in evaluation mode alone" in outcome(engine_of(NumpyJitter(), seed=None))
+        assert "skipped (in evaluation mode alone" in outcome(engine_of(make(), seed=None))
 
 
 def test_one_draw_for_all_samples_is_the_same_for_parts_of_them() -> None:

@@ -148,14 +148,12 @@ def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any
 # counts (padding left out, classes weighted) adds up over parts of a batch as long as all samples are alike.
 # So the audit takes samples that are as different as the batch has them, and compares again at the first
 # batch that shows a trait which no audited batch has shown. A trait is a column:
-#
 #     0 … 39     integer targets with this remainder by 40: rare classes are new for some time
 #     40 …       20 columns for each tensor (the ninth shares those of the first):
 #     0 … 2      zeros (False), negative numbers, numbers that are not finite
 #     3          targets at least as large as the second dim of an input: positions past the end
 #     4 … 7      whether there are other amounts of 0 … 2 than in the first sample, and another sum
 #     8 … 19     whether the largest real number is 1/4, 1/2, 1, … 512 at least
-#
 # Of real inputs, negative numbers do not count. Everything stays on the device of the tensors.
 
 _CLASSES, _SLOTS, _COLUMNS, _NUM_SIZES = 40, 8, 20, 12

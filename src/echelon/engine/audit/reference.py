@@ -133,8 +133,10 @@ class Reference:
                 total, count = total_and_count(result, samples, run.all_samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
+            has_drawn, drawn = before.moved(), before.now()
+        drawn.restore()  # a second run goes on from there
         output = tree_map_only(Tensor, torch.detach, output)
-        return Result(output, float(total), float(count), gradients, before.moved(), replicas.is_used)
+        return Result(output, float(total), float(count), gradients, has_drawn, replicas.is_used)
 
 
 def _widen(model: nn.Module, parameters: Parameters) -> dict[str, nn.Parameter]:
