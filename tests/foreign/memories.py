@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.foreign.proof import Foreign, Trained, engine_training
 
 WIDTH, SAMPLES, STEPS = 8, 8, 5
+LARGE = 2.0  # a number of the fifth batch alone is larger
 
 
 def vectors(step: int) -> tuple[Tensor, Tensor]:
@@ -65,6 +66,21 @@ class Follows(nn.Module):
             for frozen, weight in zip(self.copy.parameters(), self.online.parameters(), strict=True):
                 frozen.lerp_(weight, 0.1)
         return self.online(values) + self.copy(values)
+
+
+class Branches(nn.Module):
+    """Mixes samples from its fifth call on, or wherever a number of its input is large."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind, self.calls = stack(), kind, 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        output: Tensor = self.body(values)
+        if self.calls > 4 if self.kind == "count" else float(values[:, 1].max()) > LARGE:
+            output = output - output.mean(0)
+        return output
 
 
 class RunningMean:
@@ -127,6 +143,10 @@ MEMORIES: dict[str, Foreign] = {
         for kind in ("object", "shared object", "global")
     },
     "follows in its forward": Foreign(Follows, vectors, F.mse_loss, steps=STEPS),
+    **{
+        f"branches by a {kind}": Foreign(lambda kind=kind: Branches(kind), vectors, F.mse_loss, steps=7)
+        for kind in ("count", "number")
+    },
     "loss with a running mean": with_loss(RunningMean),
     "loss with a centre": with_loss(Centred),
     "loss that counts": with_loss(annealed),

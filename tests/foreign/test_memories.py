@@ -19,6 +19,9 @@ PLANS = [
 ALWAYS = [(name, "data=1") for name in MEMORIES] + [
     ("loss with a running mean", "data=2"),
     ("follows in its forward", "update=backward"),
+    ("branches by a count", "data=2 zero=3"),
+    ("branches by a count", "microbatches=2"),
+    ("branches by a number", "data=2"),
 ]
 
 # Each replica, and each microbatch, calls the loss by itself: where the number of calls is all that counts,

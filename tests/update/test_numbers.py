@@ -104,7 +104,7 @@ def test_a_gate_whose_statistics_are_not_finite_is_named() -> None:
 
 
 def test_what_a_step_has_unless_it_is_told() -> None:
-    assert Outcome(1.0, 2.0, 3.0) == (1.0, 2.0, 3.0, 1.0, 0.0, 0.0)
+    assert Outcome(1.0, 2.0, 3.0) == (1.0, 2.0, 3.0, 1.0, 0.0, 0.0, 0.0)
     assert Microbatch(None, None, 1, "")[4:] == (nullcontext, None, 1.0)
 
 

@@ -47,7 +47,15 @@ def norm(updated: Updated, gradient: list[float], gates: GateNumbers | None = No
 
 def test_what_a_rank_gives_to_the_sum(summed: list[list[float]]) -> None:
     norm(Updated(), [3.0, 4.0])
-    assert summed == [[8.0, 4.0, 4.0, 25.0, *[0.0] * len(Problem)]]
+    assert summed == [[8.0, 4.0, 4.0, 25.0, *[0.0] * len(Problem), 0.0]]
+
+
+def test_the_ranks_that_took_another_way_are_counted_and_refuse_nothing(summed: list[list[float]]) -> None:
+    updated = Updated()
+    updated.update.took_other_way = True
+    outcome = norm(updated, [3.0, 4.0], gates_of(0.0, 0.0))
+    assert (summed[0][-1], outcome.other_ways, outcome.auxiliary) == (1.0, 1.0, 0.25)
+    assert not updated.update.refuses
 
 
 @pytest.mark.parametrize(("rank", "weight"), [(0, 2.0), (1, -1.0), (2, -1.0)])

@@ -202,8 +202,8 @@ class LocalStages:
         sum_tied(self.sharings)
 
     def problem_flags(self, device: torch.device) -> Tensor:
-        """Return how many sharings found each `Problem` in this step."""
-        flags = torch.zeros(len(Problem), dtype=torch.float64, device=device)
+        """Return how many sharings found each `Problem` in this step, and another place, which is 0."""
+        flags = torch.zeros(len(Problem) + 1, dtype=torch.float64, device=device)
         for sharing in self.sharings:
             for problem, flag in sharing.problems().items():
                 flags[list(Problem).index(problem)].add_(flag)

@@ -140,7 +140,8 @@ _NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every wo
 
 class Outcome(NamedTuple):
     """The result of an update: the loss total, its count, the norm of the mean's gradient; what losses were
-    scaled by, and how many updates were skipped because gradients were not finite."""
+    scaled by, how many updates were skipped because gradients were not finite, and on how many ranks the
+    step took another way through the model than those before it."""
 
     total: float
     counted: float
@@ -148,6 +149,7 @@ class Outcome(NamedTuple):
     loss_scale: float = 1.0
     num_skipped: float = 0.0
     auxiliary: float = 0.0  # losses of gates, which are no part of the total
+    other_ways: float = 0.0
 
 
 class GateNumbers(NamedTuple):
@@ -194,14 +196,16 @@ class StepNumbers:
         may_be_empty: bool = False,
         of_worker: bool = False,
         gate_errors: Sequence[str] | None = None,
+        tells_ways: bool = False,
     ) -> None:
         """`values`: the first five of `Outcome`, and flags for each `Problem` where there may be any.
 
         `may_be_empty`: an update of no samples is no error. `of_worker`: it is of one worker's samples.
         `gate_errors`: of each gate; then its flag follows among `values`, and at the end the auxiliary loss.
+        `tells_ways`: last of all come the ranks that took another way.
         """
         self._values = values  # until they are read
-        self._gate_errors = gate_errors
+        self._gate_errors, self._tells_ways = gate_errors, tells_ways
         self._may_be_empty, self._of_worker = may_be_empty, of_worker
         self._copy = HostCopy(values) if isinstance(values, Tensor) else None
         self._outcome: Outcome | None = None
@@ -210,7 +214,7 @@ class StepNumbers:
     @classmethod
     def known(cls, outcome: Outcome, *, of_worker: bool = False) -> "StepNumbers":
         """Numbers that are on the host already."""
-        return cls(outcome, of_worker=of_worker, gate_errors=())
+        return cls(outcome, of_worker=of_worker, gate_errors=(), tells_ways=True)
 
     @property
     def norm(self) -> Number:
@@ -228,9 +232,10 @@ class StepNumbers:
         if self._outcome is None:
             values = self._values if self._copy is None else self._copy.wait()
             total, counted, norm, scale, skipped, *flags = map(float, values)
+            other_ways = flags.pop() if self._tells_ways else 0.0
             auxiliary = 0.0 if self._gate_errors is None else flags.pop()
             norm = math.inf if skipped and math.isnan(norm) else norm  # a difference of two infinities
-            self._outcome = Outcome(total, counted, norm, scale, skipped, auxiliary)
+            self._outcome = Outcome(total, counted, norm, scale, skipped, auxiliary, other_ways)
             self._error = self._first_error(self._outcome, flags)
             self._values, self._copy = self._outcome, None  # gives pinned memory back to torch
         return self._outcome

@@ -104,7 +104,9 @@ class SynchronousUpdate(Update):
         square = squared_norm(self._stages.norm_share(), tally.device)
         if self.units is not None:
             square = square + self.units.square(tally.device)
-        flags = self._stages.problem_flags(tally.device)
+        flags, other_ways = self._stages.problem_flags(tally.device).split([len(Problem), 1])
+        if self.took_other_way:
+            other_ways += 1.0
         if self._loses_change:
             flags[list(Problem).index(Problem.LOST_CHANGE)] += 1.0
         # Zero over all ranks where they agree: the first one's as often as there are others.
@@ -114,8 +116,9 @@ class SynchronousUpdate(Update):
             flags[list(Problem).index(Problem.DIFFERENT_CHANGE)] += flag
         self._digest, self._refuses_next = 0.0, False
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
-        summed = torch.cat([tally.flatten(), square.view(1), flags, *of_gates])
+        summed = torch.cat([tally.flatten(), square.view(1), flags, *of_gates, other_ways])
         _sum(summed, self._group)
+        summed, other_ways = summed[:-1], summed[-1:]
         last_count = summed[3 * (own or 0) + 1]
         if tally.dim() == 2:
             summed = _added(summed, len(tally))
@@ -130,15 +133,18 @@ class SynchronousUpdate(Update):
             self._scaling = scale(summed, self._clip, **rules)
             self._count: Number = last_count
             found = [_on_device(each, summed) for each in self._found()]
-            values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
+            told = [summed[:2], torch.stack(found), summed[4:], auxiliary, other_ways]
+            values: Tensor | list[float] = torch.cat(told)
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale(sums, self._clip, **rules)
             self._count = sums[1] if tally.dim() == 1 else float(last_count)
             values = [*sums[:2], *map(float, self._found()), *sums[4:]]
-            values += [] if gates is None else auxiliary.tolist()
+            values += [*auxiliary.tolist(), *other_ways.tolist()]
         self._is_own = own is not None
-        self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
+        self.numbers = StepNumbers(
+            values, may_be_empty=not self._steady, gate_errors=gate_errors, tells_ways=True
+        )
 
     def _found(self) -> tuple[Number, Number, Flag]:
         """Return the values of `StepNumbers` beside sums: norm, loss scale, whether the update is skipped."""

@@ -100,6 +100,8 @@ class Update(ABC):
         """Between two steps: the user has changed these weights by hand. `digest`: of all that was done by
         hand, an integer up to 2²⁰; where those of ranks differ, all of them refuse the next step."""
 
+    took_other_way = False  # whether the step, on this rank, took another way than those before it
+
     def refuse_next(self, *, refuses: bool = True) -> None:  # noqa: B027
         """This rank cannot make the next step, and the others may not know: all of them refuse it."""
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives.agreement import RankAgreement
-from echelon.engine.audit import AuditResult, Mode, held, skipped
-from echelon.engine.audit.audit_batch import GivenBatch
+from echelon.engine.audit import AuditResult, Mode, auditing, held, skipped
+from echelon.engine.audit.audit_batch import GivenBatch, sample_traits
 from echelon.engine.audit.auditing import Audit
 from echelon.errors import UserError
 from tests.cases import mean_loss, sgd, vectors
@@ -85,6 +85,52 @@ def test_batches_with_new_traits_are_asked_once() -> None:
         pair = (torch.zeros(2, 3), padded if step in (4, 5) else plain)
         audit.ask(GivenBatch(pair, pair, lambda given: given), step, is_empty=True)
     assert gradients.steps == [1, 2, 4, 5, 8]
+
+
+def test_a_rank_whose_batches_are_known_counts_no_traits_and_hears_of_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_counts, others_new = 0, 0
+
+    def count(batch: Any) -> Tensor | None:
+        nonlocal num_counts
+        num_counts += 1
+        return sample_traits(batch)
+
+    def largest(_: RankAgreement, flag: Tensor) -> Tensor:
+        return flag.clamp(min=others_new)
+
+    monkeypatch.setattr(auditing, "sample_traits", count)
+    monkeypatch.setattr(RankAgreement, "largest", largest)
+    gradients = Gradients(lambda _: held("gradients"))
+    audit = audit_of(gradients, "sampled", watches=True)
+    monkeypatch.setattr(audit._agreement, "group", object())
+    monkeypatch.setattr(audit._agreement, "gather", lambda value: [value])
+    pair = torch.tensor([[0.5, 1.0, 1.5], [1.0, 0.5, 0.5]]), torch.tensor([[1, 2], [3, 1]])
+    for step in range(7):
+        others_new = int(step == 5)
+        audit.ask(GivenBatch(pair, pair, lambda given: given), step, is_empty=True)
+    assert (gradients.steps, num_counts) == ([1, 2, 4, 6], 4)
+
+
+def test_all_samples_of_a_batch_that_took_another_way_are_compared_by_the_next_step() -> None:
+    class Compared(Gradients):
+        def __call__(self, batch: Any, step: int, *, all_samples: bool = False, **_: Any) -> AuditResult:
+            self.others += [(batch, step + 1)] if all_samples else []
+            return super().__call__(batch, step)
+
+        others: list[tuple[Any, int]] = []  # noqa: RUF012
+
+    gradients = Compared(lambda _: held("gradients"))
+    audit = audit_of(gradients, "sampled")
+    for step in range(20):
+        audit.ask(step + 1, step, is_empty=True, took_other_way=step in (3, 5, 6) or step > 8)
+    assert gradients.others == [(5, 6), (6, 7), (9, 10), (10, 11), (16, 17)], "as many as were due"
+    assert gradients.steps == [1, 2, 4, 6, 7, 8, 10, 11, 16, 17]
+    off = audit_of(gradients, "first")
+    off.ask(None, 0, is_empty=True)
+    off.ask(None, 1, is_empty=True, took_other_way=True)
+    assert len(gradients.others) == 5
 
 
 def test_what_could_not_be_compared_is_said_once() -> None:

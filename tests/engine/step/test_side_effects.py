@@ -9,9 +9,10 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echelon.engine import parallelize
-from echelon.engine.step.side_effects import without_side_effects
+from echelon.engine.step.side_effects import Ways, without_side_effects
 from echelon.nn.autograd.generators import GeneratorStates
 from tests.cases import mean_loss, sgd, vectors
 
@@ -148,3 +149,41 @@ def test_a_loop_inside_of_autocast_is_equal_to_a_forward_inside_of_it(plan: str,
         weights = engine.full_state_dict()
     for name, expected in plain_weights().items():
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=tolerance)
+
+
+def test_another_number_of_operations_is_new_once() -> None:
+    ways, layer = Ways(), nn.Linear(2, 2)
+
+    def is_new(*, centred: bool, samples: int = 3) -> bool:
+        ways.start()
+        output = layer(torch.ones(samples, 2))
+        loss = (output - output.mean(0) if centred else output).sum()
+        with torch.no_grad():
+            layer(torch.ones(1, 2))
+        loss.backward()
+        return ways.is_new()
+
+    assert [is_new(centred=False), is_new(centred=False), is_new(centred=False, samples=9)] == [
+        True,
+        False,
+        False,
+    ]
+    assert [is_new(centred=True), is_new(centred=False), is_new(centred=True)] == [True, False, False]
+
+
+def test_operations_that_a_backward_pass_runs_again_count() -> None:
+    ways, layer, has_branch = Ways(), nn.Linear(2, 2), False
+
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer(values)
+        return output - output.mean(0) if has_branch else output
+
+    def is_new() -> bool:
+        ways.start()
+        loss = checkpoint(forward, torch.ones(3, 2, requires_grad=True), use_reentrant=True)
+        loss.sum().backward()
+        return ways.is_new()
+
+    found = [is_new(), is_new()]
+    has_branch = True
+    assert [*found, is_new()] == [True, False, True]

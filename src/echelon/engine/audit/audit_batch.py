@@ -253,7 +253,7 @@ def _count_traits(leaf: Tensor, wide: float, signs: bool, real: bool) -> Tensor:
     if real:
         low, high = values.aminmax(dim=1, keepdim=True)
         sizes = torch.maximum(high, -low) >= torch.arange(-2, _NUM_SIZES - 2, device=leaf.device).exp2()
-        infinite = (~values.isfinite()).sum(1)
+        infinite = (values - values != 0).sum(1)
     sums, counted = values.sum(1), torch.stack([zeros, negatives, infinite, past_end], 1)
     others = counted[:, :_PAST_END] != counted[0, :_PAST_END], (sums != sums[0]).unsqueeze(1)
     return torch.cat([classes, counted, *others, sizes], 1)

@@ -1,7 +1,8 @@
 """When steps are audited, and what is said of it.
 
     "first"      the first step
-    "sampled"    steps 1, 2, 4, 8, …, and those whose batch shows a trait that no audited batch has shown
+    "sampled"    steps 1, 2, 4, 8, …, those whose batch shows a trait that no audited batch has shown, and
+                 those after a step that ran another number of operations than any before (Ways)
     "always"     every step
     "off"        none
 
@@ -9,6 +10,7 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 """
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, final
@@ -63,7 +65,7 @@ class _Unread(NamedTuple):
 
     batch: GivenBatch
     step: int
-    traits: Tensor
+    traits: Tensor | None
     is_new: HostCopy
 
 
@@ -84,10 +86,11 @@ class Audit:
         self._mode, self._gradients, self._check_weights = mode, gradients, check_weights
         self._agreement = agreement
         self._watches = watches and mode == "sampled" and gradients is not None
-        self._num_steps = self._num_skipped = 0
+        self._num_steps = self._num_skipped = self._num_other = 0
         self._next = 1 if gradients is not None else 0  # the next step that is due, of this engine's
         self._known = torch.zeros(NUM_TRAITS, dtype=torch.bool)  # traits of audited batches
         self._unread: _Unread | None = None
+        self._last: deque[GivenBatch] = deque(maxlen=1 + agreement.is_late)
         self._warned: set[str] = set()
         self.results: list[AuditResult] = []
 
@@ -96,23 +99,42 @@ class Audit:
         """Return whether steps may be audited, from the next one on."""
         return self._next > 0 or self._watches
 
-    def ask(self, batch: GivenBatch, step: int, *, is_empty: bool, refusal: UserError | None = None) -> None:
+    def ask(
+        self,
+        batch: GivenBatch,
+        step: int,
+        *,
+        is_empty: bool,
+        refusal: UserError | None = None,
+        took_other_way: bool = False,
+    ) -> None:
         """Raise a UserError, on every rank, if the plan would train something else than one device.
         `is_empty`: nothing is under way, so that ranks can do something together. `refusal`: why this rank
-        refuses the step already, which says more than a comparison can."""
+        refuses the step already, which says more than a comparison can. `took_other_way`: a step since the
+        last call ran code of the model that none before had run."""
         self._num_steps += 1
         self._ask_late()
         is_due = 0 < self._next <= self._num_steps
-        is_alone = self._agreement.group is None and not self._agreement.is_late  # a short look may do
-        is_known = self._watches and is_alone and not is_due and shows_known(batch.pair, self._known.tolist())
+        has_look = self._watches and not is_due and not self._agreement.is_late
+        is_known = has_look and shows_known(batch.pair, self._known.tolist())
         traits = sample_traits(batch.pair) if self._watches and not is_known else None
-        if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
+        if took_other_way and is_empty and not is_due and self._mode == "sampled":
+            self._compare_other_way(step)
+        if is_empty and (is_due or (self._watches and self._shows_new(batch, step, traits))):
             refused = next(filter(None, self._agreement.gather(str(refusal or ""))), "")
             if refused:
                 raise UserError(refused)
             self._compare(batch, step, traits)
             if is_due:
                 self._set_next()
+        self._last.append(batch)
+
+    def _compare_other_way(self, step: int) -> None:
+        """Compare all samples of the batch that took it: few might not. Some models take another way with
+        every batch, and are not asked forever."""
+        if self._last and self._num_other < self._num_steps.bit_length():
+            self._num_other += 1
+            self._compare(self._last[0], step, None, all_samples=True)
 
     def _set_next(self) -> None:
         """Powers of two, or the next step where nothing could be compared."""
@@ -123,10 +145,12 @@ class Audit:
         else:
             self._next = 2 ** self._num_steps.bit_length() if self._mode == "sampled" else 0
 
-    def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor) -> bool:
-        """Return whether any replica's batch has a trait that was not compared yet. On a device the next step
-        tells: to read there is to wait."""
-        flag = self._new(traits).any().long().view(1)
+    def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor | None) -> bool:
+        """Return whether any replica's batch has a trait that was not compared yet; this one's has none
+        without `traits`. On a device the next step tells: to read there is to wait."""
+        if traits is None and self._agreement.group is None:
+            return False
+        flag = torch.zeros(1, dtype=torch.int64) if traits is None else self._new(traits).any().long().view(1)
         self._unread = _Unread(batch, step, traits, HostCopy(self._agreement.largest(flag)))
         if self._agreement.is_late:
             return False
@@ -142,8 +166,11 @@ class Audit:
         if unread is not None and unread.is_new.wait()[0] > 0:
             self._compare(unread.batch, unread.step, unread.traits)
 
-    def _compare(self, batch: GivenBatch, step: int, traits: Tensor | None) -> None:
+    def _compare(
+        self, batch: GivenBatch, step: int, traits: Tensor | None, *, all_samples: bool = False
+    ) -> None:
         assert self._gradients is not None
+        traits = sample_traits(batch.pair) if traits is None and self._watches else traits
         new, source = None, 0
         if traits is not None:
             shown, new = shown_traits(traits), self._new(traits)
@@ -154,7 +181,7 @@ class Audit:
                 self._known[numbers] = True
         if not self.results:
             self.results = [self._check_weights()]
-        result = self._gradients(batch, step, traits=traits, new=new, source=source)
+        result = self._gradients(batch, step, traits=traits, new=new, source=source, all_samples=all_samples)
         self._warn(result)
         self.results[1:] = [result]
 

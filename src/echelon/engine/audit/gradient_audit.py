@@ -109,8 +109,10 @@ class GradientAudit:
         traits: Tensor | None,
         new: Tensor | None,
         source: int,
+        all_samples: bool = False,
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
+        self._takes_all = all_samples
         choose = partial(choose_samples, batch, traits, new, source, self._mesh, self._agreement)
         with (
             unchanged_weights(self._local.modules, self._mesh.plan, self._agreement.check),
@@ -200,6 +202,7 @@ class GradientAudit:
     ) -> tuple[AuditBatch, Run, Result]:
         """Choose samples, and let one device compute them. A model that does not take a small part of a
         microbatch is given whole ones."""
+        is_small = is_small and not self._takes_all
         samples = choose(is_small=is_small, repeats=self._repeats)
         if samples is None:
             raise CannotCompareError("a replica has no sample", is_final=False)

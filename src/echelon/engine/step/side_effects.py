@@ -1,5 +1,5 @@
 """Side effects of forward passes: on attributes, buffers and generators they are undone, on weights they are
-found, and torch's cache of cast weights is kept out.
+found, and torch's cache of cast weights is kept out. A step that took another way than others is noticed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -212,3 +212,38 @@ def renormalises_any(stage: nn.Module) -> bool:
 def _renormalises(module: nn.Module) -> bool:
     """Return whether a module changes its rows, and is accepted with that (model_checks.py)."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+
+
+@final
+class Ways:
+    """Notices a step that took another way through the code of the model or loss: a branch that begins late.
+
+        if self.calls > 1000: output = output - output.mean(0)      nothing shows it before it is taken
+
+    torch numbers the nodes that a thread enters into graphs of autograd, one for each operation that may have
+    a gradient. Two of these numbers count the nodes of a step: nothing is traced, and a step with as many as
+    another has, nearly always, run the same operations.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._leaf = torch.zeros((), requires_grad=True)
+        self._begin = 0
+
+    def start(self) -> None:
+        self._begin = _number_of_next_node(self._leaf)
+
+    def is_new(self) -> bool:
+        """Return whether no step before had as many nodes since `start`."""
+        count = _number_of_next_node(self._leaf) - self._begin
+        is_new = count not in self._known
+        self._known.add(count)
+        return is_new
+
+
+def _number_of_next_node(leaf: Tensor) -> int:
+    with torch.enable_grad():
+        node = leaf.view_as(leaf).grad_fn
+    assert node is not None
+    number: int = node._sequence_nr()
+    return number

@@ -25,7 +25,7 @@ from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.nonfinite_search import NonfiniteSearch
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
-from echelon.engine.step.side_effects import renormalises_any
+from echelon.engine.step.side_effects import Ways, renormalises_any
 from echelon.engine.step.side_passes import SidePasses
 from echelon.engine.step.step_counter import StepCounter
 from echelon.engine.watch.watch import Watch
@@ -84,7 +84,14 @@ class Step:
             if not self.audit.results:
                 check_same_batch(batch, self._setup.mesh)
             read = GivenBatch(to_plain(given), batch, reader.read)
-            self.audit.ask(read, self.counter.begun, is_empty=self._runner.is_empty, refusal=refusal)
+            took_other_way = self.counter.pop_other_way()
+            self.audit.ask(
+                read,
+                self.counter.begun,
+                is_empty=self._runner.is_empty,
+                refusal=refusal,
+                took_other_way=took_other_way,
+            )
 
     def _begin(self, pair: Batch | None) -> StepTimer:
         timer = StepTimer(self._setup.mesh.device)
@@ -135,6 +142,7 @@ class FlushedRunner(SidePasses):
         self._is_rehearsed = self._update.units is None
         self._has_trained = False  # the first step tries things out
         self.tallies = Tallies()  # of the update that is under way
+        self._ways = Ways()
         self._renormalises = any(map(renormalises_any, self._local.modules))
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
@@ -160,6 +168,7 @@ class FlushedRunner(SidePasses):
         self._start()
         self._buffers.take()
         self.tallies = Tallies()
+        self._ways.start()
 
     def pass_through(self, batch: Batch, *, last: bool, own_loss: bool = True) -> Tensor:
         """Take a batch forward and back; its gradients add to those that are there. Returns the tally of its
@@ -210,6 +219,7 @@ class FlushedRunner(SidePasses):
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
+        self._update.took_other_way = self._ways.is_new()
         super().norm(self.tallies.joined(), own=self.tallies.own)
 
     def publish(self) -> None:

@@ -37,6 +37,7 @@ class StepCounter:
         self.begun = 0  # also the number of the next step
         self.skipped = 0  # steps with a skipped update, as far as is known
         self._num_refused = self._num_in_row = 0
+        self._took_other_way = False  # a step that was checked
         self._smallest_scale, self._skips_steps = smallest_scale, skips_steps
         self._most_skipped = most_skipped
         self._unchecked: deque[StepNumbers] = deque()
@@ -82,12 +83,18 @@ class StepCounter:
         while len(self._unchecked) > but:
             numbers = self._unchecked.popleft()
             error = numbers.error()
+            self._took_other_way |= bool(numbers.outcome.other_ways)
             if error is not None:
                 self._num_refused += 1
             else:
                 error = self._check_skipped(numbers.outcome)
             first = first or error  # even if read here: other ranks may not have read it
         return first
+
+    def pop_other_way(self) -> bool:
+        """Return whether a step that was checked since the last call took another way through the model."""
+        popped, self._took_other_way = self._took_other_way, False
+        return popped
 
     def _check_skipped(self, outcome: Outcome) -> UserError | None:
         """Count a skipped step; an error if no smaller loss scale is left to hope for."""
