@@ -83,6 +83,23 @@ class Branches(nn.Module):
         return output
 
 
+class Measures(nn.Module):
+    """Keeps a running mean of its output, which evaluation alone subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = stack()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.body(values)
+        if not self.training:
+            return output - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(output.mean(0), 0.1)
+        return output
+
+
 class RunningMean:
     """Divides by the mean of all losses so far."""
 
@@ -143,6 +160,7 @@ MEMORIES: dict[str, Foreign] = {
         for kind in ("object", "shared object", "global")
     },
     "follows in its forward": Foreign(Follows, vectors, F.mse_loss, steps=STEPS),
+    "a mean for evaluation": Foreign(Measures, vectors, F.mse_loss, steps=STEPS),
     **{
         f"branches by a {kind}": Foreign(lambda kind=kind: Branches(kind), vectors, F.mse_loss, steps=7)
         for kind in ("count", "number")

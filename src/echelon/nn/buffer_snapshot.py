@@ -8,7 +8,7 @@ Kernels may change a buffer and leave no mark on its version, so buffers are cop
 reassigned one is put back, and what a refused step changed in place stays.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -161,6 +161,24 @@ def _is_copied(buffer: Tensor, largest: int) -> bool:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+@final
+class ChangedBuffers:
+    """The buffers, of those that `read` returns by name, which something changes after this is made."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._read, self._before = read, _versions(read())
+
+    def now(self) -> dict[str, Tensor]:
+        """Copy them."""
+        buffers = self._read()
+        changed = dict(_versions(buffers).items() - self._before.items())
+        return {name: buffers[name].detach().clone() for name in sorted(changed)}
+
+
+def _versions(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (id(each), each._version) for name, each in buffers.items() if not each.is_inference()}
 
 
 def _same_form(one: Tensor, other: Tensor) -> bool:

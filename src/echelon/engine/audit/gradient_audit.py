@@ -28,6 +28,7 @@ from echelon.engine.audit.gradient_comparison import (
     Comparison,
     Difference,
     KeptGradients,
+    share_gradients,
 )
 from echelon.engine.audit.hook_limits import refuse_limits, watched_hooks
 from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, OneDevice
@@ -48,7 +49,8 @@ from echelon.errors import UserError
 from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import num_samples
-from echelon.state.ownership import LocalParameter, OwnedSlice, own_run
+from echelon.nn.buffer_snapshot import ChangedBuffers
+from echelon.state.ownership import LocalParameter, OwnedSlice, own_run, whole_slice
 
 NAME = "gradients"
 _DRAWN = (
@@ -131,6 +133,8 @@ class GradientAudit:
                 if compared.found and compared.result.has_drawn:
                     self._raise_if(self._compare(choose, step, training=False))
                     return skipped(NAME, _DRAWN)
+                if self._mesh.plan.flushes and not (compared.found or compared.result.has_drawn):
+                    self._check_buffers(compared.result.buffers, step)
         except CannotCompareError as reason:
             return skipped(NAME, str(reason), is_final=reason.is_final)
         except FailedRunError as error:
@@ -170,6 +174,31 @@ class GradientAudit:
         error = self._agreement.gather(error)[0]
         if error:
             raise UserError(error)
+
+    def _check_buffers(self, plain: Mapping[str, Tensor], step: int) -> None:
+        """Raise if the plan leaves other values than one device in a buffer, which perhaps nothing reads but
+        an evaluation."""
+        shapes: dict[str, list[int]] = self._agreement.gather(
+            {name: list(each.shape) for name, each in plain.items()}
+        )[0]
+        likes = {
+            name: torch.empty(shape, dtype=torch.float64, device="meta") for name, shape in shapes.items()
+        }
+        gives = self.replica == 0 or self._agreement.group is None  # its buffers to all replicas, or to none
+        own = self._left if gives else {}
+        comparison = Comparison(
+            [OwnedSlice(whole_slice(name, own[name]), own[name]) for name in likes.keys() & own.keys()]
+        )
+        share_gradients(plain, likes, self._agreement.group, self._mesh.device, comparison.take)
+        differences = comparison.differences(self._agreement.group)
+        wrong = [each.name for each in differences if not each.relative <= TOLERANCES[self._type]]
+        if wrong:
+            raise UserError(
+                f"plan '{self._mesh.plan}': step {step + 1} would leave something else than one device in a "
+                f"buffer ({', '.join(wrong[:3])}), which an evaluation may read: each microbatch changes it "
+                "again, or each replica by its own samples; compute it of echelon.gather_samples, or use "
+                "data=1 and microbatches=1; audit='off' trains without this comparison"
+            )
 
     def _judge(self, compared: _Compared, device: OneDevice) -> str:
         """Return an error, if neither rounding nor other draws explain why gradients differ; that of rank 0
@@ -255,12 +284,14 @@ class GradientAudit:
             if not training:
                 for module in self._modules:
                     module.training = False
+            buffers = ChangedBuffers(self._reference.form.buffers)
             if units is not None:  # else gradients are gone when their unit is updated
                 stack.enter_context(units.rehearse(partial(_capture, captured)))
             scope = partial(self._scope, samples, step, generators)
             tally = self._runner.differentiate(samples.local, step, scope, num_samples(samples.whole))
             if units is not None:
                 units.finish_passes()
+            self._left = buffers.now()
         if self._agreement.group is not None:
             with self._agreement.group.ledger.about("checks"):
                 self._agreement.group.all_reduce(tally)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.engine.audit.weight_stream import layer_sizes
 from echelon.nn.autograd.hooks import hooks_of, late_hooks, set_hooks, twin
@@ -113,6 +114,16 @@ class PlainForm:
                 self._shapes[name], dtype=real.to_complex() if name in self._complex else real, device="meta"
             )
             for name in sorted(self._names.trained)
+        }
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return those that modules hold now, by name; not BatchNorm's, which replicas compute together."""
+        return {
+            name: buffer
+            for module, tensors in self._tensors.items()
+            if not isinstance(module, _BatchNorm)
+            for key, name in tensors.buffers.items()
+            if name is not None and (buffer := module._buffers.get(key)) is not None
         }
 
     @contextmanager

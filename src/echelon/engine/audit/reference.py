@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,6 +20,7 @@ from echelon.engine.step.samples import Scopes
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.autograd.hooks import late_hooks, twin
 from echelon.nn.batch import call, cast, num_samples
+from echelon.nn.buffer_snapshot import ChangedBuffers
 from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import total_and_count
 from echelon.nn.sample_gathering import Replicas
@@ -58,6 +60,7 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]
     has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
     gathers: bool  # whether it asked for the samples of all replicas
+    buffers: Mapping[str, Tensor] = MappingProxyType({})  # that it has changed
 
 
 @final
@@ -126,6 +129,7 @@ class Reference:
             stack.callback(PythonState(self._model.modules(), self._layers.user_loss).restore)
             if not run.training:
                 self._model.eval()
+            buffers = ChangedBuffers(self.form.buffers)
             replicas = Replicas()  # one device
             with CountedSamples(samples, scope), replicas.gathering():
                 output = call(self._model, cast(inputs, dtype))
@@ -133,10 +137,10 @@ class Reference:
                 total, count = total_and_count(result, samples, run.all_samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
-            has_drawn, drawn = before.moved(), before.now()
+            has_drawn, drawn, changed = before.moved(), before.now(), buffers.now()
         drawn.restore()  # a second run goes on from there
         output = tree_map_only(Tensor, torch.detach, output)
-        return Result(output, float(total), float(count), gradients, has_drawn, replicas.is_used)
+        return Result(output, float(total), float(count), gradients, has_drawn, replicas.is_used, changed)
 
 
 def _widen(model: nn.Module, parameters: Parameters) -> dict[str, nn.Parameter]:
