@@ -13,7 +13,7 @@ from echelon.planner.foresight.memory import (
     stage_parameters,
 )
 from echelon.planner.foresight.practice import ECHELON, MEGATRON
-from echelon.planner.foresight.predict import predict
+from echelon.planner.foresight.predict import forecast_of, predict
 from echelon.planner.foresight.prediction import Memory
 from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.stages import stage_kinds
@@ -104,3 +104,13 @@ def test_logits_are_saved_unless_they_are_computed_with_their_loss() -> None:
     small = head_bytes(replace(shape, vocab=512), ECHELON, Settings(precision="bf16"), tokens)
     assert small.saved == norm / 2 + 6 * tokens * 512
     assert head_bytes(shape, MEGATRON, Settings(), tokens).saved == 0
+
+
+def test_a_last_chunk_with_the_head_in_place_of_a_layer_keeps_one_microbatch() -> None:
+    # Six layers in eight chunks, of which the first has the embedding and the last the head alone: the last
+    # rank has one layer, in its first chunk, whose four microbatches run before the last chunk's first one.
+    shape = replace(preset_shape("gpt-small"), layers=6)
+    settings = Settings(pipeline=4, chunks=2, microbatches=8, schedule="interleaved")
+    forecast = forecast_of(shape, read_cluster("h200:4"), MEGATRON)
+    once = forecast.predict(settings._replace(chunks=1, schedule="1f1b"), 8).memory[-1]
+    assert forecast.predict(settings, 8).memory[-1].activations == 4 * once.activations

@@ -116,14 +116,7 @@ class StageMemory(NamedTuple):
 
     def at_peak(self, settings: Settings, stage: StageKind, costs: LayerCosts, head: HeadBytes) -> Memory:
         """Return the bytes at the peak of a step."""
-        kept = kept_microbatches(
-            settings.schedule,
-            settings.pipeline,
-            stage.first,
-            settings.microbatches,
-            settings.chunks,
-            fills_first=self.fills_first,
-        )
+        kept = _kept(settings, stage, self.fills_first)
         activations, remade = _activations(settings, stage, costs, kept)
         logits = kept * head.saved if stage.head else 0.0
         held = max(remade, logits)  # logits are gone before layers are made again
@@ -153,6 +146,21 @@ class StageMemory(NamedTuple):
             temporary,
             host,
         )
+
+
+def _kept(settings: Settings, stage: StageKind, fills_first: bool) -> float:
+    """How many microbatches a stage keeps of each of its layers."""
+    kept = kept_microbatches(
+        settings.schedule,
+        settings.pipeline,
+        stage.first,
+        settings.microbatches,
+        settings.chunks,
+        fills_first=fills_first,
+    )
+    # The head in place of a layer: the last chunk has one less, and is the one that keeps one microbatch.
+    is_short = settings.chunks > 1 and stage.head and (stage.layers + 1) % settings.chunks == 0
+    return (kept * (stage.layers + 1) - 1) / stage.layers if is_short and stage.layers else kept
 
 
 def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stage: StageKind) -> StageMemory:

@@ -16,6 +16,7 @@ from echelon.planner.foresight.practice import (
     MLPERF,
     TORCHTITAN,
     Practice,
+    with_fused_loss,
 )
 
 _BY_SOURCE = (
@@ -39,7 +40,8 @@ _FEWER_KERNELS = (26, 6)  # year and month of the release
 def practice_of(row: Mapping[str, str]) -> Practice:
     """The program that a row is of; where it does not say, one of the time of its device and types."""
     if "attention" in row:  # only Megatron's tests say it
-        return MEGATRON_UNFUSED if row["attention"] == "unfused" else MEGATRON_TESTS
+        practice = MEGATRON_UNFUSED if row["attention"] == "unfused" else MEGATRON_TESTS
+        return with_fused_loss(practice) if row.get("loss") == "fused" else practice
     release = _RELEASE.search(row["source"])
     is_late = release is not None and (int(release[1]), int(release[2])) >= _FEWER_KERNELS
     if is_late and "gb" in row.get("gpu", "").lower():

@@ -39,7 +39,7 @@ class Run(NamedTuple):
     batch: int
     seconds: float | None
     peak: float | None  # bytes
-    overhead: float  # bytes that the measured peak counts beside tensors
+    overhead: float  # bytes that the measured peak counts beside those of the model
     is_last_rank: bool  # whose peak it is; else that of the fullest
 
     def predict(self) -> Prediction:
@@ -88,8 +88,8 @@ def run_of(row: Row) -> Run:
 
 
 def _overhead(row: Row) -> float:
-    """What nvidia-smi counts: the context, and buffers of messages."""
-    return _CONTEXT if "BigScience" in row["source"] else 0.0
+    """What nvidia-smi counts: the context, and buffers of messages. Or the workspaces that a row states."""
+    return _CONTEXT if "BigScience" in row["source"] else (measured(row, "workspace_GiB") or 0.0) * 2**30
 
 
 def _with_fastest_microbatch(run: Run) -> Run:
