@@ -4,6 +4,8 @@ BIN := .venv/bin
 # The versions of development. Without them pip takes the newest that pyproject.toml allows.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+INTEGRATIONS := trl datasets dill multiprocess pandas
+
 # Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -20,11 +22,12 @@ help:          ## what there is
 # transformers imports torchvision wherever it is installed, and that of the package index needs a torch that was
 # built for CUDA: beside a torch for CPUs, no model of transformers could be imported. So both lie in a folder that
 # only tests/foreign looks into. torchao lies there too: transformers imports one that it finds, with every model,
-# which takes seconds.
+# which takes seconds. For the same reason, packages that only tests/train/integrations runs have a folder.
 .venv/.installed-dev: .venv/.installed
 	@echo "installing the tools for development into .venv"
 	@$(INSTALL) -e ".[dev,foreign]"
 	@$(INSTALL) --no-deps --upgrade --target .venv/foreign timm torchvision torchao
+	@$(INSTALL) --no-deps --upgrade --target .venv/integrations $(INTEGRATIONS)
 	@touch $@
 
 install: .venv/.installed   ## the library and the command into .venv

@@ -438,7 +438,12 @@ def test_imports_point_downward_as_the_picture_shows() -> None:
     existing = {
         path.stem for path in (ROOT / "src" / "echelon").iterdir() if not path.name.startswith(("_", "py"))
     }
-    public_names = {"experts", "optim", "sequence"}  # of modules in rooms: tests/test_public_names.py
+    public_names = {
+        "experts",
+        "integrations",
+        "optim",
+        "sequence",
+    }  # of modules in rooms: tests/test_public_names.py
     assert existing - public_names == level.keys() | set(generate.BESIDE.packages)
 
 

@@ -12,6 +12,7 @@ import echelon
 MODULES = {
     "data": "echelon.data",
     "experts": "echelon.nn.experts",
+    "integrations": "echelon.train.integrations",
     "optim": "echelon.update.optim",
     "sequence": "echelon.nn.sequence",
 }

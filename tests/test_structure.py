@@ -23,6 +23,7 @@ PUBLIC = {"engine/parallelize.py:parallelize"}
 # the work of engine/state_calls.py (test_state_calls.py).
 TESTED_ELSEWHERE = {
     "experts.py",
+    "integrations.py",
     "optim.py",
     "sequence.py",
     "version.py",

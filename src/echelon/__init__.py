@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.version import VERSION
 
 if TYPE_CHECKING:
-    from echelon import data, experts, optim, sequence
+    from echelon import data, experts, integrations, optim, sequence
     from echelon.engine import Engine, Evaluation, Metrics
     from echelon.engine.dry_run import DryRun, dry_run
     from echelon.engine.parallelize import parallelize
@@ -59,7 +59,7 @@ _HOME = {
 }
 
 # Modules that users write with: echelon.optim.Adafactor.
-_MODULES = ("data", "experts", "optim", "sequence")
+_MODULES = ("data", "experts", "integrations", "optim", "sequence")
 
 __all__ = [
     "DryRun",
@@ -81,6 +81,7 @@ __all__ = [
     "dry_run",
     "experts",
     "gather_samples",
+    "integrations",
     "launch",
     "optim",
     "parallelize",

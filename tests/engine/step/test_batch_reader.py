@@ -16,7 +16,7 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.nn.batch import Inputs
-from echelon.parallel.own_loss import OwnLoss
+from echelon.parallel.own_loss import ObjectiveLoss, OwnLoss
 from echelon.plan import Plan
 
 a, b, t = torch.ones(2, 3), torch.ones(2, 3) * 2, torch.zeros(2)
@@ -267,3 +267,13 @@ def test_positions_of_packed_documents_go_to_every_layer() -> None:
     shares = BatchReader(model, Plan.parse("context=2"), cross_entropy, by_layers=True)
     with pytest.raises(UserError, match="tell the documents of a packed batch apart; use context=1"):
         shares.read(batch)
+
+
+def test_an_objective_of_a_model_that_runs_layer_by_layer_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
+    loss, plan = ObjectiveLoss(lambda model, batch: model(**batch).loss), Plan.parse("data=2 zero=1")
+    BatchReader(model, plan, loss, by_layers=False)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM runs layer by layer.*use data"):
+        BatchReader(model, plan, loss, by_layers=True)

@@ -47,6 +47,11 @@ class BatchReader:
         config = getattr(model, "config", None)
         self._adds_no_gate_loss = getattr(config, _GATE_LOSS, None) is False
         self._checked: set[object] = set()  # the forms of calls that are known to be right
+        if self._objective is not None and self._is_family:
+            raise UserError(
+                f"objective with plan '{plan}': {type(model).__name__} runs layer by layer, and an objective "
+                "calls its forward; use data, with tensor or not, and zero=0, or give a loss(output, target)"
+            )
         if self._is_own_loss and self._is_family:
             raise UserError(
                 f"loss=None with plan '{plan}': {type(model).__name__} runs layer by layer, and its own loss "
