@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from echelon.plan.plan import Plan
 
 _TOO_MANY = 10**6  # ranks, stages or microbatches: rules and schedules read each
+_DIGITS = len(str(_TOO_MANY))
 
 
 class NumberError(ValueError):
@@ -120,16 +121,20 @@ def integer(value: Any, minimum: int) -> int:
 
 def plain_digits(value: Any) -> Any:
     """The value, unless it is text with digits of another script: int('２') is 2."""
-    if isinstance(value, str) and any(each.isdecimal() and not each.isascii() for each in value):
+    if not isinstance(value, str) or value.isascii():
+        return value
+    if any(each.isdecimal() and not each.isascii() for each in value):
         raise NumberError("numbers must be written with the digits 0 to 9")
     return value
 
 
 def number_of(value: Any, minimum: int = 1) -> int:
     """Read a number of ranks, stages or microbatches that a person can mean."""
+    if isinstance(value, str) and len(value) < _DIGITS and value.isascii() and value.isdecimal():
+        return integer(int(value), minimum)
     text = plain_digits(value)
     # int() of thousands of digits would take seconds, or raise.
-    is_long = isinstance(text, str) and text.isdecimal() and len(text.lstrip("0")) >= len(str(_TOO_MANY))
+    is_long = isinstance(text, str) and text.isdecimal() and len(text.lstrip("0")) >= _DIGITS
     if is_long or integer(text, minimum) >= _TOO_MANY:
         raise NumberError(f"must be below {_TOO_MANY:,}")
     return int(text)

@@ -48,8 +48,7 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
     )
 
     def __post_init__(self) -> None:
-        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values, errors = _read_fields(arguments)
+        values, errors = _read_fields({name: getattr(self, name) for name in FIELDS})
         for name, value in values.items():
             object.__setattr__(self, name, value)
         raise_errors("the plan", [*errors.values(), *broken_rules(self, errors)])
@@ -59,16 +58,17 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
         """Read `field=value` words. A UserError lists every error of the text."""
         texts, misspelt = _split(text)
         values, errors = _read_fields(texts)
-        broken = broken_rules(draft(values), [*errors, *(word.partition("=")[0] for word in misspelt)])
+        plan = draft(values)
+        broken = broken_rules(plan, [*errors, *(word.partition("=")[0] for word in misspelt)])
         raise_errors(f"plan '{text}'", [*misspelt.values(), *errors.values(), *broken])
-        return cls(**values)
+        return plan
 
     def __str__(self) -> str:
         """The fields that are not at their default, in the order of the table. Parses to an equal plan."""
         words = [
-            f"{field.name}={shlex.quote(FIELDS[field.name].show(getattr(self, field.name)))}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            f"{name}={shlex.quote(FIELDS[name].show(value))}"
+            for name, default in _DEFAULTS.items()
+            if (value := getattr(self, name)) != default
         ]
         return " ".join(words) or "data=1"
 
@@ -120,14 +120,17 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
 
 FIELDS: dict[str, Field] = {field.name: field.metadata["field"] for field in dataclasses.fields(Plan)}
 RULES: tuple[Rule, ...] = tuple(rule for field in FIELDS.values() for rule in field.rules)
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Plan)}
+_QUOTES = frozenset("'\"\\")
 
 
 def broken_rules(plan: Plan, invalid: Collection[str] = ()) -> Iterator[str]:
     """The error of every rule that `plan` breaks. A rule that reads an `invalid` field is skipped."""
     is_auto = plan.pipeline == AUTO
     for rule in RULES:
-        is_about_plan = rule.measured if "pipeline" in rule.fields and is_auto else not rule.measured
-        if is_about_plan and not set(rule.fields) & set(invalid) and rule.is_broken(plan):
+        is_about_plan = rule.measured if is_auto and "pipeline" in rule.fields else not rule.measured
+        is_readable = not invalid or set(rule.fields).isdisjoint(invalid)
+        if is_about_plan and is_readable and rule.is_broken(plan):
             shown = (f"{name}={FIELDS[name].show(getattr(plan, name))}" for name in rule.shown)
             yield f"{' '.join(shown)}: {rule.error(plan)}"
 
@@ -144,7 +147,7 @@ def read_words(text: str) -> dict[str, Any]:
 def draft(values: Mapping[str, Any]) -> Plan:
     """An unchecked plan for the rules to read: defaults where `values` has no entry."""
     plan = object.__new__(Plan)
-    plan.__dict__.update({field.name: field.default for field in dataclasses.fields(Plan)} | dict(values))
+    plan.__dict__.update(_DEFAULTS | dict(values))
     return plan
 
 
@@ -153,7 +156,8 @@ def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
     texts: dict[str, str] = {}
     errors: dict[str, str] = {}
     try:
-        words = shlex.split(text)
+        is_plain = text.isascii() and text.isprintable() and _QUOTES.isdisjoint(text)
+        words = text.split() if is_plain else shlex.split(text)
     except ValueError as error:
         return {}, {text: f"{text!r}: {str(error).lower()}; close the quote"}
     for word in words:

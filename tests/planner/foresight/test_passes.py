@@ -5,7 +5,7 @@ from dataclasses import replace
 from echelon.plan import Plan
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.layer import layer_costs
-from echelon.planner.foresight.passes import Pass, _head, stage_pass
+from echelon.planner.foresight.passes import Pass, head_pass, stage_passes
 from echelon.planner.foresight.practice import ECHELON, MEGATRON, TORCHTITAN, Practice
 from echelon.planner.foresight.settings import Settings, settings_of
 from echelon.planner.foresight.stages import StageKind
@@ -18,7 +18,8 @@ CLUSTER = read_cluster("h100:64")
 def a_pass(settings: Settings, practice: Practice = ECHELON, head: bool = False) -> Pass:
     stage = StageKind(0, 1, 8, 0, False, head)
     costs = layer_costs(SHAPE, CLUSTER, practice, settings, 1)
-    return stage_pass(SHAPE, CLUSTER, practice, settings, stage, costs, 1)
+    last = head_pass(SHAPE, CLUSTER, practice, settings, 1)
+    return stage_passes(SHAPE, CLUSTER, practice, settings, [stage], costs, last)[0]
 
 
 def test_parts_add_up() -> None:
@@ -63,9 +64,9 @@ def test_a_small_model_waits_for_its_host() -> None:
     tiny = preset_shape("llama-tiny")
     costs = layer_costs(tiny, CLUSTER, ECHELON, Settings(), 1)
     stage = StageKind(0, 1, 4, 0, False, False)
-    waiting = stage_pass(tiny, CLUSTER, ECHELON, Settings(), stage, costs, 1)
+    waiting = stage_passes(tiny, CLUSTER, ECHELON, Settings(), [stage], costs, Pass())[0]
     assert waiting.host > waiting.compute
-    compiled = stage_pass(tiny, CLUSTER, ECHELON, Settings(compiled=True), stage, costs, 1)
+    compiled = stage_passes(tiny, CLUSTER, ECHELON, Settings(compiled=True), [stage], costs, Pass())[0]
     assert compiled.host < waiting.host
 
 
@@ -80,9 +81,9 @@ def test_a_head_that_is_fused_with_its_loss_pads_its_words_and_keeps_no_logits()
     shape = preset_shape("gpt-small")
     bf16, fp32 = (settings_of(Plan.parse(f"precision={name}")) for name in ("bf16", "fp32"))
     odd, even = (
-        _head(replace(shape, vocab=vocab), cluster, ECHELON, bf16, 8).compute for vocab in (50257, 50304)
+        head_pass(replace(shape, vocab=vocab), cluster, ECHELON, bf16, 8).compute for vocab in (50257, 50304)
     )
     assert odd == even
     other = replace(ECHELON, name="not fused", most_logits=0.0)
-    assert odd < 0.6 * _head(shape, cluster, other, bf16, 8).compute
-    assert _head(shape, cluster, ECHELON, fp32, 8) == _head(shape, cluster, other, fp32, 8)
+    assert odd < 0.6 * head_pass(shape, cluster, other, bf16, 8).compute
+    assert head_pass(shape, cluster, ECHELON, fp32, 8) == head_pass(shape, cluster, other, fp32, 8)

@@ -3,6 +3,7 @@
 import pytest
 
 from echelon.planner.cluster.read import read_cluster
+from echelon.planner.foresight.memory import stage_parameters
 from echelon.planner.foresight.practice import ECHELON
 from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.sharing import StepEnd, step_end
@@ -14,7 +15,8 @@ CLUSTER = read_cluster("h100:64")
 
 
 def end(settings: Settings) -> StepEnd:
-    return step_end(SHAPE, CLUSTER, ECHELON, settings, stage_kinds(SHAPE, settings.pipeline))
+    stages = stage_kinds(SHAPE, settings.pipeline)
+    return step_end(CLUSTER, ECHELON, settings, [stage_parameters(SHAPE, settings, each) for each in stages])
 
 
 def test_one_rank_exchanges_nothing() -> None:

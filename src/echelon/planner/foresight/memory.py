@@ -54,25 +54,18 @@ def expert_copies(settings: Settings) -> int:
     return max(1, spread // settings.expert)
 
 
-def stage_states(shape: ModelShape, settings: Settings, stage: StageKind) -> StateBytes:
-    """Weights, gradients and optimizer state of one rank of a stage."""
-    parts = zip(
-        stage_parameters(shape, settings, stage),
-        (settings.shards, min(settings.shards, expert_copies(settings))),
-        strict=True,
-    )
-    dense, routed = (
-        state_bytes(
-            count,
-            ranks,
-            settings.zero,
-            weight=settings.weight_bytes,
-            gradient=0.0 if settings.frozen else settings.gradient_bytes,
-            optimizer=0.0 if settings.frozen else settings.optimizer_bytes,
-        )
-        for count, ranks in parts
-    )
-    return StateBytes(*(one + other for one, other in zip(dense, routed, strict=True)))
+def stage_states(settings: Settings, parameters: tuple[float, float]) -> StateBytes:
+    """Weights, gradients and optimizer state of one rank that computes with so many `stage_parameters`."""
+    gradient = 0.0 if settings.frozen else settings.gradient_bytes
+    optimizer = 0.0 if settings.frozen else settings.optimizer_bytes
+    weight, zero, shards = settings.weight_bytes, settings.zero, settings.shards
+    dense, routed = parameters
+    states = state_bytes(dense, shards, zero, weight=weight, gradient=gradient, optimizer=optimizer)
+    if not routed:
+        return states
+    shards = min(shards, expert_copies(settings))
+    experts = state_bytes(routed, shards, zero, weight=weight, gradient=gradient, optimizer=optimizer)
+    return StateBytes(*(one + other for one, other in zip(states, experts, strict=True)))
 
 
 class HeadBytes(NamedTuple):
@@ -105,6 +98,15 @@ def head_bytes(shape: ModelShape, practice: Practice, settings: Settings, tokens
     return HeadBytes(saved, saved + unit * logits)
 
 
+class SavedBytes(NamedTuple):
+    """Bytes that one rank of a stage saves of a microbatch."""
+
+    each: float  # until its backward pass
+    whole: float  # the same with nothing recomputed
+    remade: float  # of layers that are being made again
+    largest: float  # of the largest layer, with nothing recomputed
+
+
 class StageMemory(NamedTuple):
     """What one rank of a stage holds whatever its microbatches are."""
 
@@ -114,62 +116,77 @@ class StageMemory(NamedTuple):
     fills_first: bool  # see `kept_microbatches`
     sums_at_once: bool  # see `Practice`
 
-    def at_peak(self, settings: Settings, stage: StageKind, costs: LayerCosts, head: HeadBytes) -> Memory:
+    def at_peak(self, settings: Settings, stage: StageKind, saved: SavedBytes, head: HeadBytes) -> Memory:
         """Return the bytes at the peak of a step."""
         kept = _kept(settings, stage, self.fills_first)
-        activations, remade = _activations(settings, stage, costs, kept)
-        logits = kept * head.saved if stage.head else 0.0
-        held = max(remade, logits)  # logits are gone before layers are made again
+        activations = kept * saved.each
+        if settings.recompute == "budget":
+            activations = min(kept * saved.whole, max(settings.budget, activations))
+        held, temporary = saved.remade, 0.0
+        if stage.head:
+            held = max(held, kept * head.saved)  # logits are gone before layers are made again
+            temporary = max(0.0, head.peak - held)
         parameters, gradients, optimizer = self.states
-        host = 0.0
-        if settings.offload:
-            if "optimizer" in settings.offload:
-                # And the rank's parts of gradients and weights, on their way.
-                ranks = settings.shards if settings.zero else 1
-                host += gradients / (ranks if settings.zero == 1 else 1)
-                host += parameters / (ranks if settings.zero < 3 else 1) + optimizer
-                optimizer = 0.0
-            if "parameters" in settings.offload:
-                host, parameters = host + parameters, 0.0
-            if "activations" in settings.offload:  # those of two layers are on the device
-                part = min(1.0, 2 / max(1.0, stage.layers * kept)) * activations
-                host, activations = host + activations - part, part
-        gone = _largest_saved(stage, costs) if self.sums_at_once else 0.0
-        temporary = max(0.0, head.peak - held if stage.head else 0.0)
-        return Memory(
+        reduced = self.reduced
+        if reduced and self.sums_at_once:
+            reduced = max(0.0, reduced - saved.largest)
+        memory = Memory(
             parameters,
-            gradients + max(0.0, self.reduced - gone),
+            gradients + reduced,
             optimizer,
             activations + held,
             0.0,
             self.gathered,
             temporary,
-            host,
+            0.0,
+        )
+        return self._offloaded(memory, settings, stage.layers * kept, held) if settings.offload else memory
+
+    def _offloaded(self, memory: Memory, settings: Settings, layers: float, held: float) -> Memory:
+        """The same with what is kept on the host; activations are of so many `layers`, but those `held`."""
+        parameters, gradients, optimizer = self.states
+        host, activations = 0.0, memory.activations - held
+        if "optimizer" in settings.offload:
+            # And the rank's parts of gradients and weights, on their way.
+            ranks = settings.shards if settings.zero else 1
+            host += gradients / (ranks if settings.zero == 1 else 1)
+            host += parameters / (ranks if settings.zero < 3 else 1) + optimizer
+            optimizer = 0.0
+        if "parameters" in settings.offload:
+            host, parameters = host + parameters, 0.0
+        if "activations" in settings.offload:  # those of two layers are on the device
+            part = min(1.0, 2 / max(1.0, layers)) * activations
+            host, activations = host + activations - part, part
+        return memory._replace(
+            parameters=parameters, optimizer=optimizer, activations=activations + held, host=host
         )
 
 
 def _kept(settings: Settings, stage: StageKind, fills_first: bool) -> float:
     """How many microbatches a stage keeps of each of its layers."""
+    chunks = settings.chunks
     kept = kept_microbatches(
-        settings.schedule,
-        settings.pipeline,
-        stage.first,
-        settings.microbatches,
-        settings.chunks,
-        fills_first=fills_first,
+        settings.schedule, settings.pipeline, stage.first, settings.microbatches, chunks, fills_first
     )
+    if chunks == 1 or not stage.head or not stage.layers or (stage.layers + 1) % chunks:
+        return kept
     # The head in place of a layer: the last chunk has one less, and is the one that keeps one microbatch.
-    is_short = settings.chunks > 1 and stage.head and (stage.layers + 1) % settings.chunks == 0
-    return (kept * (stage.layers + 1) - 1) / stage.layers if is_short and stage.layers else kept
+    return (kept * (stage.layers + 1) - 1) / stage.layers
 
 
-def fixed_memory(shape: ModelShape, practice: Practice, settings: Settings, stage: StageKind) -> StageMemory:
-    """Return what a rank of a stage holds whatever its microbatches are."""
-    states = stage_states(shape, settings, stage)
+def fixed_memory(
+    shape: ModelShape,
+    practice: Practice,
+    settings: Settings,
+    stage: StageKind,
+    parameters: tuple[float, float],
+) -> StageMemory:
+    """Return what a rank of a stage with so many `parameters` holds whatever its microbatches are."""
+    states = stage_states(settings, parameters)
     largest = _largest_unit(shape, settings, stage)
     gathered = 0.0
     if practice.keeps_gathered and settings.zero == 3 and settings.pipeline > 1:
-        whole = stage_states(shape, settings._replace(zero=0), stage)
+        whole = stage_states(settings._replace(zero=0), parameters)
         gathered += whole.parameters + whole.gradients
     elif settings.zero == 3 or "parameters" in settings.offload:  # the layer that computes, and the next one
         gathered += 2 * largest * settings.weight_bytes
@@ -192,27 +209,18 @@ def _largest_unit(shape: ModelShape, settings: Settings, stage: StageKind) -> fl
     return largest
 
 
-def _largest_saved(stage: StageKind, costs: LayerCosts) -> float:
-    """Bytes that the largest layer saves, with nothing recomputed."""
+def saved_by_stage(settings: Settings, stage: StageKind, costs: LayerCosts) -> SavedBytes:
+    """Return what a stage saves of a microbatch."""
     dense, sparse = costs
-    return max(dense.saved if stage.dense else 0.0, sparse.saved if stage.sparse else 0.0)
-
-
-def _activations(settings: Settings, stage: StageKind, costs: LayerCosts, kept: float) -> tuple[float, float]:
-    """Bytes that wait for the backward pass, and those of layers that are being made again."""
-    dense, sparse = costs
-    share = settings.saved
-    saved = share * (stage.dense * dense.saved + stage.sparse * sparse.saved)
-    checkpoints = share * stage.layers * dense.checkpoint
-    largest = _largest_saved(stage, costs)
-    if settings.recompute == "none":
-        return kept * saved, 0.0
-    if settings.recompute == "full":
-        return kept * checkpoints, largest
-    if settings.recompute == "selective":
+    share, recompute = settings.saved, settings.recompute
+    whole = share * (stage.dense * dense.saved + stage.sparse * sparse.saved)
+    largest = max(dense.saved if stage.dense else 0.0, sparse.saved if stage.sparse else 0.0)
+    if recompute == "none":
+        return SavedBytes(whole, whole, 0.0, largest)
+    if recompute == "selective":
         part = share * (stage.dense * dense.kept + stage.sparse * sparse.kept)
-        return kept * part, largest - (sparse.kept if stage.sparse else dense.kept)
-    if settings.recompute == "sqrt":
+        return SavedBytes(part, whole, largest - (sparse.kept if stage.sparse else dense.kept), largest)
+    if recompute == "sqrt":
         segments = max(1.0, round(stage.layers**0.5))
-        return kept * segments * dense.checkpoint * share, saved / segments
-    return min(kept * saved, max(settings.budget, kept * checkpoints)), largest
+        return SavedBytes(share * segments * dense.checkpoint, whole, whole / segments, largest)
+    return SavedBytes(share * stage.layers * dense.checkpoint, whole, largest, largest)

@@ -1,5 +1,6 @@
 """A microbatch on one stage: seconds of its forward and backward pass, by part, and what is hidden."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.planner.cluster.cluster import Cluster
@@ -40,25 +41,32 @@ class Pass(NamedTuple):
         return sum(self[:8])
 
     def plus(self, other: "Pass", times: float) -> "Pass":
-        return Pass(*(one + times * each for one, each in zip(self, other, strict=True)))
+        return Pass._make([one + times * each for one, each in zip(self, other, strict=True)])
 
 
-def stage_pass(
+def stage_passes(
     shape: ModelShape,
     cluster: Cluster,
     practice: Practice,
     settings: Settings,
-    stage: StageKind,
+    stages: Sequence[StageKind],
     costs: LayerCosts,
-    size: int,
-) -> Pass:
-    """Return the pass of a microbatch of `size` sequences through a stage, without its messages to others."""
-    result = _head(shape, cluster, practice, settings, size) if stage.head else Pass()
-    for count, cost, sparse in ((stage.dense, costs.dense, False), (stage.sparse, costs.sparse, True)):
-        if count:
-            layer = _layer(shape, cluster, practice, settings, cost, sparse)
-            result = result.plus(layer, count)
-    return result
+    head: Pass,
+) -> list[Pass]:
+    """Return the pass of a microbatch through each stage, without messages to others."""
+    dense, sparse = (
+        _layer(shape, cluster, practice, settings, cost, has_experts) if any(counts) else Pass()
+        for cost, has_experts, counts in (
+            (costs.dense, False, [stage.dense for stage in stages]),
+            (costs.sparse, True, [stage.sparse for stage in stages]),
+        )
+    )
+    passes = []
+    for stage in stages:
+        layers = head if stage.head else Pass()
+        layers = layers.plus(dense, stage.dense) if stage.dense else layers
+        passes.append(layers.plus(sparse, stage.sparse) if stage.sparse else layers)
+    return passes
 
 
 def _layer(
@@ -134,7 +142,7 @@ def _copies(shape: ModelShape, cluster: Cluster, settings: Settings, cost: Layer
     return max(0.0, size / cluster.host.bandwidth - device)
 
 
-def _head(shape: ModelShape, cluster: Cluster, practice: Practice, settings: Settings, size: int) -> Pass:
+def head_pass(shape: ModelShape, cluster: Cluster, practice: Practice, settings: Settings, size: int) -> Pass:
     """The logits and the loss of a microbatch."""
     tokens = -(-size * shape.sequence // settings.context)
     n, k, device = -(-shape.vocab // settings.tensor), shape.hidden, cluster.device

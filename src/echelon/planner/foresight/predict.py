@@ -23,8 +23,16 @@ from echelon.planner.cluster.read import CPU
 from echelon.planner.foresight.checks import fit_errors
 from echelon.planner.foresight.collectives import hop_seconds
 from echelon.planner.foresight.layer import LayerCosts, activation_bytes, layer_costs
-from echelon.planner.foresight.memory import HeadBytes, StageMemory, fixed_memory, head_bytes
-from echelon.planner.foresight.passes import Pass, stage_pass
+from echelon.planner.foresight.memory import (
+    HeadBytes,
+    SavedBytes,
+    StageMemory,
+    fixed_memory,
+    head_bytes,
+    saved_by_stage,
+    stage_parameters,
+)
+from echelon.planner.foresight.passes import Pass, head_pass, stage_passes
 from echelon.planner.foresight.practice import ECHELON, ECHELON_CPU, Practice
 from echelon.planner.foresight.prediction import Memory, Prediction, Seconds
 from echelon.planner.foresight.schedules import step_seconds
@@ -42,16 +50,25 @@ class _Once(NamedTuple):
     kinds: tuple[StageKind, ...]
     end: StepEnd
     memory: tuple[StageMemory, ...]
+    passes: dict[int, "_Passes"]  # by the sequences of a microbatch
+
+
+class _Microbatch(NamedTuple):
+    """A microbatch on a layer, and on the head with its loss."""
+
+    costs: LayerCosts
+    head: Pass
+    logits: HeadBytes
 
 
 class _Passes(NamedTuple):
     """A microbatch on each kind of stage."""
 
-    costs: LayerCosts
+    saved: tuple[SavedBytes, ...]
     totals: tuple[float, ...]  # seconds of each stage, not of each kind
     slowest: Pass
     hop: float
-    head: HeadBytes
+    logits: HeadBytes
 
 
 def predict(
@@ -64,7 +81,8 @@ def predict(
     settings = settings_of(Plan.parse(plan) if isinstance(plan, str) else plan)
     if sequence is not None and sequence != shape.sequence:
         shape = replace(shape, sequence=sequence)
-    raise_errors(f"foresight of plan '{plan}'", fit_errors(shape, settings, cluster, batch))
+    if errors := fit_errors(shape, settings, cluster, batch):
+        raise_errors(f"foresight of plan '{plan}'", errors)
     return forecast_of(shape, cluster).predict(settings, batch)
 
 
@@ -82,8 +100,7 @@ class Forecast:
     def __init__(self, shape: ModelShape, cluster: Cluster, practice: Practice = ECHELON) -> None:
         self.shape, self.cluster, self.practice = shape, cluster, practice
         self._once: dict[Settings, _Once] = {}
-        self._layers: dict[tuple[object, ...], LayerCosts] = {}
-        self._passes: dict[tuple[int, Settings], _Passes] = {}
+        self._microbatches: dict[tuple[object, ...], _Microbatch] = {}
         self._flops: float = shape.step_flops(shape.sequence, shape.sequence)  # of one sequence
 
     def predict(self, settings: Settings, batch: int) -> Prediction:
@@ -91,53 +108,62 @@ class Forecast:
         size = -(-batch // (settings.data * settings.microbatches))
         key = settings._replace(microbatches=1, schedule="")
         once = self._once.get(key) or self._compute_once(key)
-        passes = self._passes.get((size, key)) or self._compute_passes(key, once.kinds, size)
+        passes = once.passes.get(size) or self._compute_passes(key, once, size)
         seconds = self._seconds(settings, once.end, passes)
         memory = tuple(
-            fixed.at_peak(settings, stage, passes.costs, passes.head)
-            for fixed, stage in zip(once.memory, once.kinds, strict=True)
+            fixed.at_peak(settings, stage, saved, passes.logits)
+            for fixed, stage, saved in zip(once.memory, once.kinds, passes.saved, strict=True)
         )
         return self._prediction(settings, once.kinds, memory, seconds, batch)
 
     def _compute_once(self, key: Settings) -> _Once:
         kinds = stage_kinds(self.shape, key.pipeline, key.chunks)
-        end = step_end(self.shape, self.cluster, self.practice, key, kinds)
-        memory = tuple(fixed_memory(self.shape, self.practice, key, stage) for stage in kinds)
-        once = self._once[key] = _Once(kinds, end, memory)
+        parameters = [stage_parameters(self.shape, key, stage) for stage in kinds]
+        end = step_end(self.cluster, self.practice, key, parameters)
+        memory = tuple(
+            fixed_memory(self.shape, self.practice, key, stage, counts)
+            for stage, counts in zip(kinds, parameters, strict=True)
+        )
+        once = self._once[key] = _Once(kinds, end, memory, {})
         return once
 
-    def _compute_passes(self, key: Settings, kinds: tuple[StageKind, ...], size: int) -> _Passes:
-        costs = self._layer_costs(key, size)
-        each = [
-            stage_pass(self.shape, self.cluster, self.practice, key, stage, costs, size) for stage in kinds
-        ]
+    def _compute_passes(self, key: Settings, once: _Once, size: int) -> _Passes:
+        costs, head, logits = self._microbatch(key, size)
+        each = stage_passes(self.shape, self.cluster, self.practice, key, once.kinds, costs, head)
+        seconds = [part.total for part in each]
         totals = tuple(
-            part.total for part, stage in zip(each, kinds, strict=True) for _ in range(stage.number)
+            total for total, stage in zip(seconds, once.kinds, strict=True) for _ in range(stage.number)
         )
-        tokens = -(-size * self.shape.sequence // key.context)
-        head = head_bytes(self.shape, self.practice, key, tokens)
-        passes = self._passes[size, key] = _Passes(
-            costs, totals, max(each, key=lambda part: part.total), self._hop(key, tokens), head
-        )
+        slowest = each[seconds.index(max(seconds))]
+        saved = tuple(saved_by_stage(key, stage, costs) for stage in once.kinds)
+        passes = once.passes[size] = _Passes(saved, totals, slowest, self._hop(key, size), logits)
         return passes
 
-    def _layer_costs(self, key: Settings, size: int) -> LayerCosts:
+    def _microbatch(self, key: Settings, size: int) -> _Microbatch:
         read = (
             size, key.tensor, key.context, key.expert, key.expert_tensor, key.sequence, key.attention,
             key.precision, key.split_checkpoints, key.frozen, key.compiled,
         )  # fmt: skip
-        costs = self._layers.get(read)
-        if costs is None:
-            costs = self._layers[read] = layer_costs(self.shape, self.cluster, self.practice, key, size)
-        return costs
+        known = self._microbatches.get(read)
+        if known is None:
+            known = self._microbatches[read] = _Microbatch(
+                layer_costs(self.shape, self.cluster, self.practice, key, size),
+                head_pass(self.shape, self.cluster, self.practice, key, size),
+                head_bytes(self.shape, self.practice, key, self._tokens(key, size)),
+            )
+        return known
 
-    def _hop(self, key: Settings, tokens: int) -> float:
+    def _tokens(self, key: Settings, size: int) -> int:
+        """Of a microbatch of `size` sequences, those of one rank along `context`."""
+        return -(-size * self.shape.sequence // key.context)
+
+    def _hop(self, key: Settings, size: int) -> float:
         """Seconds of one message between stages."""
         if key.pipeline == 1:
             return 0.0
         share = key.tensor if key.sequence or self.practice.splits_transfers else 1
-        size = activation_bytes(key) * tokens * self.shape.hidden / share
-        return hop_seconds(self.cluster, size, key.tensor * key.context * key.data)
+        message = activation_bytes(key) * self._tokens(key, size) * self.shape.hidden / share
+        return hop_seconds(self.cluster, message, key.tensor * key.context * key.data)
 
     def _seconds(self, settings: Settings, end: StepEnd, passes: _Passes) -> Seconds:
         m, slowest, practice = settings.microbatches, passes.slowest, self.practice

@@ -57,7 +57,7 @@ def _paces(seconds: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
 
 
 def kept_microbatches(
-    schedule: str, stages: int, stage: int, microbatches: int, chunks: int = 1, *, fills_first: bool = True
+    schedule: str, stages: int, stage: int, microbatches: int, chunks: int = 1, fills_first: bool = True
 ) -> float:
     """Return how many microbatches a stage has saved activations of, at most; of all its chunks together.
 

@@ -61,7 +61,8 @@ _GIST_BITS = {"gist-fp16": 16, "gist-fp10": 10, "gist-fp8": 8}
 
 def settings_of(plan: Plan) -> Settings:
     """Return what a plan costs by; a UserError names every word of it that has no cost here."""
-    raise_errors(f"foresight of plan '{plan}'", _refusals(plan))
+    if refusals := _refusals(plan):
+        raise_errors(f"foresight of plan '{plan}'", refusals)
     assert isinstance(plan.pipeline, int)
     size = float(BYTES["bf16" if plan.precision == "fp8" else plan.precision])
     is_narrow = size < BYTES["fp32"]

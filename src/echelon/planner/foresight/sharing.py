@@ -1,15 +1,15 @@
 """What happens once in a step: gradients and weights along `data`, the update, and copies for it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.collectives import ring_seconds
 from echelon.planner.foresight.kernels import stream_seconds
-from echelon.planner.foresight.memory import expert_copies, stage_parameters, stage_states
+from echelon.planner.foresight.memory import expert_copies, stage_states
 from echelon.planner.foresight.practice import Practice
 from echelon.planner.foresight.settings import Settings
-from echelon.planner.foresight.stages import StageKind
-from echelon.planner.shape.shape import ModelShape
+from echelon.planner.foresight.states import StateBytes
 
 _UPDATE_PASSES = 2.0  # each value of optimizer state is read and written
 
@@ -23,24 +23,24 @@ class StepEnd(NamedTuple):
 
 
 def step_end(
-    shape: ModelShape,
     cluster: Cluster,
     practice: Practice,
     settings: Settings,
-    kinds: tuple[StageKind, ...],
+    parameters: Sequence[tuple[float, float]],
 ) -> StepEnd:
-    """Return what the end of a step takes."""
+    """Return what the end of a step takes, of stages with so many `parameters`: dense, and of experts."""
     if settings.frozen:
         return StepEnd(0.0, 0.0, 0.0)
+    states = [stage_states(settings, counts) for counts in parameters]
     return StepEnd(
-        max(_exchange(shape, cluster, practice, settings, stage) for stage in kinds),
-        max(_update(shape, cluster, settings, stage) for stage in kinds),
-        max(_copies(shape, cluster, settings, stage) for stage in kinds),
+        max(_exchange(cluster, practice, settings, counts) for counts in parameters),
+        max(_update(cluster, settings, each) for each in states),
+        max(_copies(cluster, settings, each) for each in states),
     )
 
 
 def _exchange(
-    shape: ModelShape, cluster: Cluster, practice: Practice, settings: Settings, stage: StageKind
+    cluster: Cluster, practice: Practice, settings: Settings, parameters: tuple[float, float]
 ) -> float:
     """Gradients among the ranks that hold the same weights; weights back, where an update was sharded."""
     if settings.copies == 1 and settings.expert_tensor == settings.tensor:
@@ -48,7 +48,7 @@ def _exchange(
     message = practice.gradient_bytes or settings.message_bytes
     stride, seconds = settings.tensor, 0.0
     groups = (settings.copies, expert_copies(settings))
-    for count, ranks in zip(stage_parameters(shape, settings, stage), groups, strict=True):
+    for count, ranks in zip(parameters, groups, strict=True):
         if settings.sync == "parameter-server":  # one rank takes all gradients and sends all weights
             link = cluster.link(ranks, stride)
             seconds += (ranks - 1) * count * (message + settings.weight_bytes) / link.bandwidth
@@ -66,21 +66,19 @@ def _exchange(
     return seconds
 
 
-def _update(shape: ModelShape, cluster: Cluster, settings: Settings, stage: StageKind) -> float:
+def _update(cluster: Cluster, settings: Settings, states: StateBytes) -> float:
     if "optimizer" in settings.offload:
         return 0.0
-    states = stage_states(shape, settings, stage)
     shards = settings.shards if settings.zero else 1  # each rank updates its shard
     gradients = states.gradients / (shards if settings.zero == 1 else 1)
     weights = states.parameters / (shards if settings.zero in (1, 2) else 1)
     return stream_seconds(cluster.device, _UPDATE_PASSES * states.optimizer + 2 * gradients + weights)
 
 
-def _copies(shape: ModelShape, cluster: Cluster, settings: Settings, stage: StageKind) -> float:
+def _copies(cluster: Cluster, settings: Settings, states: StateBytes) -> float:
     """Gradients to the host, its update, and weights back. With delay=1 the next step hides them."""
     if "optimizer" not in settings.offload or settings.delay:
         return 0.0
-    states = stage_states(shape, settings, stage)
     shards = settings.shards if settings.zero else 1
     moved = (states.gradients / (shards if settings.zero == 1 else 1)) + states.parameters / (
         shards if settings.zero in (1, 2) else 1
