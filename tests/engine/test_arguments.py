@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
-from echelon.engine.arguments import check_arguments, check_audit, check_optimizer
+from echelon.engine.arguments import check_arguments, check_optimizer
 from echelon.errors import UserError
 from echelon.plan import Plan
 
@@ -109,9 +109,9 @@ def test_optimizers_that_train_something_else() -> None:
 
 
 def test_the_audit_is_one_of_four_and_checks_come_after_some_steps() -> None:
-    check_audit("always", 0)
-    assert errors_of(check_audit, "never", -1) == (
+    check_arguments(**good(audit="always", check_every=0))
+    assert errors_of(lambda: check_arguments(**good(audit="never", check_every=-1))) == (
         "audit='never': must be one of 'first', 'sampled', 'always', 'off'",
         "check_every=-1: must be a number of steps, or 0 to compare never",
     )
-    assert len(errors_of(check_audit, ["first"], True)) == 2
+    assert len(errors_of(lambda: check_arguments(**good(audit=["first"], check_every=True)))) == 2

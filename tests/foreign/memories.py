@@ -54,6 +54,32 @@ class WarmsUp(nn.Module):
         return self.body(values) * (1 + 0.1 * calls)
 
 
+class CountingLayer(nn.Module):
+    """Its output grows with the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(values)) * (1 + 0.1 * self.calls)
+
+
+class CountingStack(nn.Module):
+    """Counts its calls in its layers and in itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.calls = nn.ModuleList([CountingLayer() for _ in range(3)]), 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            values = block(values)
+        return values * (1 + 0.1 * self.calls)
+
+
 class Follows(nn.Module):
     """A frozen copy of a layer, which each forward moves towards it."""
 
@@ -159,6 +185,9 @@ MEMORIES: dict[str, Foreign] = {
         f"counts in {kind}": Foreign(lambda kind=kind: WarmsUp(kind), vectors, F.mse_loss, steps=STEPS)
         for kind in ("object", "shared object", "global")
     },
+    "counts in attributes": Foreign(
+        CountingStack, vectors, F.mse_loss, steps=STEPS, options={"layers": "blocks"}
+    ),
     "follows in its forward": Foreign(Follows, vectors, F.mse_loss, steps=STEPS),
     "a mean for evaluation": Foreign(Measures, vectors, F.mse_loss, steps=STEPS),
     **{

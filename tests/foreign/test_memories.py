@@ -15,6 +15,7 @@ PLANS = [
     "data=2 zero=3",
     "microbatches=2",
     "pipeline=2 microbatches=2",
+    "microbatches=4 recompute=full",
 ]
 ALWAYS = [(name, "data=1") for name in MEMORIES] + [
     ("loss with a running mean", "data=2"),
@@ -23,13 +24,16 @@ ALWAYS = [(name, "data=1") for name in MEMORIES] + [
     ("branches by a count", "microbatches=2"),
     ("branches by a number", "data=2"),
     ("a mean for evaluation", "microbatches=2"),
+    ("counts in attributes", "microbatches=4 recompute=full"),
+    ("counts in attributes", "pipeline=2 microbatches=2"),
 ]
 
 # Each replica, and each microbatch, calls the loss by itself: where the number of calls is all that counts,
-# replicas agree with one device.
+# replicas agree with one device. Attributes of modules count one call for all microbatches.
 EQUAL = {(name, plan) for name in MEMORIES for plan in PLANS[:2]} | {
     (name, plan) for name in MEMORIES if name.startswith(("counts", "loss that")) for plan in PLANS[2:4]
 }
+EQUAL |= {("counts in attributes", plan) for plan in PLANS}
 
 
 def check(name: str, plan: str, warm_ranks: Any) -> None:

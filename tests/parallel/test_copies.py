@@ -33,7 +33,8 @@ def copies_of(
     described = mesh_of(sharing.parameter_set.group, **groups)
     described.plan.sync = mesh.get("sync", "all-reduce")
     described.device = mesh.get("device", CPU)
-    return find_copies(local, whole, described)
+    sharded: Any = SimpleNamespace(partial=whole, replicated=())
+    return find_copies(local, sharded, described)
 
 
 def named(copies: Copies) -> dict[str, list[int]]:

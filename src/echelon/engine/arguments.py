@@ -32,6 +32,8 @@ def check_arguments(
     tensor_table: object = None,
     weights: object = None,
     layers: object = None,
+    audit: object = "sampled",
+    check_every: object = 0,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     errors = [
@@ -44,6 +46,7 @@ def check_arguments(
         *_table_errors(tensor_table),
         *_weights_errors(weights),
         *_layer_errors(layers),
+        *_audit_errors(audit, check_every),
     ]
     raise_errors("the arguments of parallelize", errors)
 
@@ -80,17 +83,6 @@ def check_resident_bytes(resident_bytes: object, plan: Plan | str) -> None:
             f"resident_bytes={resident_bytes} with plan '{plan}': it says how much offload=parameters leaves "
             "on the device; add offload=parameters, or drop resident_bytes"
         )
-    raise_errors("the arguments of parallelize", errors)
-
-
-def check_audit(audit: object, check_every: object) -> None:
-    """Refuse an audit that does not exist."""
-    errors = []
-    if audit not in MODES:
-        modes = ", ".join(map(repr, MODES))
-        errors.append(f"audit={audit!r}: must be one of {modes}")
-    if not isinstance(check_every, int) or not _is_integer(check_every) or check_every < 0:
-        errors.append(f"check_every={check_every!r}: must be a number of steps, or 0 to compare never")
     raise_errors("the arguments of parallelize", errors)
 
 
@@ -271,4 +263,14 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
         )
     elif not held and whole:
         errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
+    return errors
+
+
+def _audit_errors(audit: object, check_every: object) -> list[str]:
+    errors = []
+    if audit not in MODES:
+        modes = ", ".join(map(repr, MODES))
+        errors.append(f"audit={audit!r}: must be one of {modes}")
+    if not isinstance(check_every, int) or not _is_integer(check_every) or check_every < 0:
+        errors.append(f"check_every={check_every!r}: must be a number of steps, or 0 to compare never")
     return errors

@@ -11,6 +11,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_arguments
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
+from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.auto import resolve
 from echelon.engine.choosing import Task, chosen
 from echelon.engine.compiling import compile_layers, compiler_options
@@ -90,7 +91,7 @@ def parallelize(
     finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
     `average`: the decay of a moving average of the weights (`engine.averaged`).
     """
-    given = (boundaries, tensor_table, weights, layers)
+    given = (boundaries, tensor_table, weights, layers, audit, check_every)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
     plan = chosen(plan, Task(model, loss, objective, layers, tensor_table), sample_batch)  # "auto"
     updating = (optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
@@ -105,7 +106,7 @@ def parallelize(
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         multiply_in_float8(model, plan, wrapping)  # precision=fp8
         names, gates = StateNames.of(model), GateList.of(model, plan)
-        audited = AuditSettings.of(model, names, audit, check_every, wrapping)  # of the model as it is
+        audited = AuditSettings(audit, check_every, PlainForm(model, names, wrapping))  # as it is
         sharding = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=sharding.by_layers)  # pipeline
         sharding.connect(model, split.modules, split.program, wrapping)

@@ -95,7 +95,7 @@ class CalledStage(nn.Module):
         self._names = names
         self._layers = nn.ModuleList(layers[begin:end])
         containers, beside = around_layers(model, layers)
-        self._outside, self._containers = nn.ModuleList(beside), tuple(containers)
+        self._outside, self.containers = nn.ModuleList(beside), tuple(containers)
         direct = dict.fromkeys(p for module in containers for p in module.parameters(recurse=False))
         for number, parameter in enumerate(direct):
             self.register_parameter(f"_direct{number}", parameter)
@@ -171,7 +171,7 @@ class CalledStage(nn.Module):
 
     def outside_buffers(self) -> dict[str, Tensor]:
         in_layers = {module for layer in self._layers for module in layer.modules()}
-        outside = [module for module in (*self.modules(), *self._containers) if module not in in_layers]
+        outside = [module for module in (*self.modules(), *self.containers) if module not in in_layers]
         return dict(self._buffers_of(outside))
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -184,7 +184,7 @@ class CalledStage(nn.Module):
             yield self._names.parameters[parameter], parameter
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._buffers_of((*self.modules(), *self._containers))
+        return self._buffers_of((*self.modules(), *self.containers))
 
     def _buffers_of(self, modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         for module in modules:

@@ -11,6 +11,7 @@ from echelon.collectives.mesh import Mesh
 from echelon.parallel.data.sharing import Sharing
 from echelon.parallel.data.zero.zero import Zero
 from echelon.parallel.stage import LocalStages
+from echelon.parallel.tensor.split import Sharded
 
 Named = list[tuple[str, Tensor]]
 
@@ -39,15 +40,17 @@ class Copies(NamedTuple):
     exact: bool = True
 
 
-def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh) -> list[Copies]:
-    """List what this rank holds a copy of. `whole`: parameters of which each rank along `tensor` has all."""
+def find_copies(local: LocalStages, sharded: Sharded | None, mesh: Mesh) -> list[Copies]:
+    """List what this rank holds a copy of. `sharded`: what ranks along `tensor` share, if there are any."""
     if mesh.plan.sync == "async":
         return []  # workers update at times of their own
+    # Each rank along `tensor` has all of these.
+    whole = set() if sharded is None else {*sharded.partial, *sharded.replicated}
     sharings = local.sharings
     replicas = [Copies(partial(_trained, sharing), _copies_of(sharing), _REPLICAS) for sharing in sharings]
     buffers = Copies(partial(_buffers, local.modules), mesh.group("weights"), _REPLICAS)
     is_exact = mesh.device.type == "cpu"
-    tensor = Copies(partial(_whole, sharings, set(whole)), mesh.group("tensor"), _TENSOR, exact=is_exact)
+    tensor = Copies(partial(_whole, sharings, whole), mesh.group("tensor"), _TENSOR, exact=is_exact)
     return [*replicas, buffers, tensor, *_tied(sharings)]
 
 

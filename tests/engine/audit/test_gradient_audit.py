@@ -414,8 +414,35 @@ def test_no_trace_is_left() -> None:
         )
         states.append((torch.get_rng_state(), *engine.full_state_dict().values()))
     assert results[0] == results[1]
-    assert results[0][2:] == (2, 64.0, False)
+    assert results[0][2:] == (1, 8.0, False)
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+class CountsTwice(Memory):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_microbatches_count_otherwise_than_one_device_is_said_once() -> None:
+    engine = engine_of(CountsTwice())
+    with pytest.warns(UserWarning, match=r"forwards count something in CountsTwice\.calls, and") as caught:
+        _ = [engine.step(batch(step)) for step in range(2)]
+    assert len(caught) == 1
+
+
+class Samples(Memory):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += len(x) - 1
+        return super().forward(x)
+
+
+def test_samples_are_counted_in_every_microbatch_also_if_it_has_one() -> None:
+    model = Samples()
+    engine = engine_of(model, "microbatches=8")
+    for step in range(2):
+        engine.step(batch(step))
+    assert model.calls == 16
 
 
 def test_it_costs_few_samples() -> None:

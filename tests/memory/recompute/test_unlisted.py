@@ -77,11 +77,11 @@ def test_an_engine_says_which_layers_it_found() -> None:
 class Clock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(16, 16), 0
+        self.linear, self.time = nn.Linear(16, 16), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return torch.tanh(self.linear(x)).exp() * self.calls
+        self.time += 1
+        return torch.tanh(self.linear(x)).exp() * self.time
 
 
 def test_a_unit_that_cannot_run_twice_is_refused_by_name() -> None:

@@ -64,7 +64,8 @@ def choose_samples(
 ) -> AuditBatch | None:
     """Choose the samples of an audit, on all ranks together; None where a replica has none. `source` is the
     replica that gives them, if it has enough; `new`: traits that were not compared yet. `is_small`: parts are
-    smaller than microbatches. `repeats`: replicas may have the same samples, since none sees another's."""
+    smaller than microbatches. `repeats`: several may have the same samples, which are not seen or counted
+    together."""
     plan, samples = mesh.plan, num_samples(batch.pair)
     (least,) = agreement.least(samples)
     if least == 0:
@@ -72,7 +73,7 @@ def choose_samples(
     is_alone = plan.data == 1 or plan.sync == "async"
     replicas = 1 if is_alone else smallest_factor(plan.data) if repeats else plan.data
     parts = min(plan.microbatches, least)
-    period = 1 if plan.updates_per_step > 1 else smallest_factor(parts)
+    period = 1 if plan.updates_per_step > 1 else smallest_factor(parts) if repeats else parts
     per_part = least // parts
     per_part = min(_PER_PART, per_part) if is_small else per_part
     share = period * per_part

@@ -16,10 +16,9 @@ from functools import partial
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
-from echelon.engine.arguments import check_audit
 from echelon.engine.audit import AuditResult, Mode
 from echelon.engine.audit.audit_batch import (
     NUM_TRAITS,
@@ -37,9 +36,7 @@ from echelon.engine.step.nonfinite_search import check_finite_weights
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
-from echelon.nn.wrapping import Wrapping
 from echelon.parallel.tensor.loss import split_loss
-from echelon.state.ownership import StateNames
 from echelon.update.numbers import HostCopy
 
 _ASKED_AGAIN = 3  # steps in which an audit that could not compare asks for another batch
@@ -51,13 +48,6 @@ class AuditSettings(NamedTuple):
     mode: Mode
     check_every: int
     form: PlainForm
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, names: StateNames, mode: Mode, check_every: int, wrapping: Wrapping
-    ) -> "AuditSettings":
-        check_audit(mode, check_every)
-        return cls(mode, check_every, PlainForm(model, names, wrapping))
 
 
 class _Unread(NamedTuple):

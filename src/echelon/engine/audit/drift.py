@@ -22,9 +22,7 @@ from echelon.collectives.agreement import RankAgreement, gather_rows
 from echelon.collectives.fingerprint import device_fingerprint, measures, near
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
-from echelon.parallel.copies import Copies, find_copies
-from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.stage import LocalStages
+from echelon.parallel.copies import Copies
 from echelon.update.numbers import HostCopy
 
 
@@ -113,10 +111,3 @@ class DriftCheck:
             f"which each must have the same copy: {compared.copies.cause}; fix that, and start again from a "
             "checkpoint of before; check_every=1 finds the step"
         )
-
-
-def make_drift_check(local: LocalStages, layers: LayerSharding, mesh: Mesh, check_every: int) -> DriftCheck:
-    """Make the check of a plan."""
-    sharded = layers.sharded
-    whole = [] if sharded is None else [*sharded.partial, *sharded.replicated]
-    return DriftCheck(find_copies(local, whole, mesh), mesh, check_every)

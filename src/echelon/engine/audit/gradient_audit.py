@@ -8,9 +8,11 @@
 Both sides begin with the same buffers, attributes and generators, and leave none of them changed.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, final
 
 import torch
@@ -50,6 +52,7 @@ from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import num_samples
 from echelon.nn.buffer_snapshot import ChangedBuffers
+from echelon.parallel.stage import MovedNumbers
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run, whole_slice
 
 NAME = "gradients"
@@ -86,14 +89,12 @@ class GradientAudit:
         self._state, self._runner, self._scopes = state, runner, scopes
         self._reference, self._agreement = reference, agreement
         self._mesh, self._local, self._update = state.mesh, state.local, state.update
+        self.replica = state.mesh.position.replica
         self._device = OneDevice(reference, state.values, agreement)
         self._sizes: set[int] = set()  # of parts that the model takes
-        self._repeats = True  # whether replicas may be given the same samples
+        self._repeats = True  # whether samples may be given to several replicas and microbatches
         self._modules = state.modules
-
-    @property
-    def replica(self) -> int:
-        return self._mesh.position.replica
+        self._told: set[str] = set()  # numbers of modules that were warned of
 
     @property
     def _type(self) -> torch.dtype:
@@ -115,6 +116,8 @@ class GradientAudit:
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
         self._takes_all = all_samples
+        if self._mesh.plan.stages > 1:
+            self._share_counts()
         choose = partial(choose_samples, batch, traits, new, source, self._mesh, self._agreement)
         with (
             unchanged_weights(self._local.modules, self._mesh.plan, self._agreement.check),
@@ -135,6 +138,7 @@ class GradientAudit:
                     return skipped(NAME, _DRAWN)
                 if self._mesh.plan.flushes and not (compared.found or compared.result.has_drawn):
                     self._check_buffers(compared.result.buffers, step)
+                    self._warn_of_numbers(compared.result.numbers)
         except CannotCompareError as reason:
             return skipped(NAME, str(reason), is_final=reason.is_final)
         except FailedRunError as error:
@@ -178,17 +182,12 @@ class GradientAudit:
     def _check_buffers(self, plain: Mapping[str, Tensor], step: int) -> None:
         """Raise if the plan leaves other values than one device in a buffer, which perhaps nothing reads but
         an evaluation."""
-        shapes: dict[str, list[int]] = self._agreement.gather(
-            {name: list(each.shape) for name, each in plain.items()}
-        )[0]
-        likes = {
-            name: torch.empty(shape, dtype=torch.float64, device="meta") for name, shape in shapes.items()
-        }
+        shapes: dict[str, list[int]]
+        shapes = self._agreement.gather({name: list(each.shape) for name, each in plain.items()})[0]
+        like = partial(torch.empty, dtype=torch.float64, device="meta")
         gives = self.replica == 0 or self._agreement.group is None  # its buffers to all replicas, or to none
-        own = self._left if gives else {}
-        comparison = Comparison(
-            [OwnedSlice(whole_slice(name, own[name]), own[name]) for name in likes.keys() & own.keys()]
-        )
+        kept = [OwnedSlice(whole_slice(name, t), t) for name, t in self._left.items() if name in shapes]
+        comparison, likes = Comparison(kept if gives else []), {n: like(size) for n, size in shapes.items()}
         share_gradients(plain, likes, self._agreement.group, self._mesh.device, comparison.take)
         differences = comparison.differences(self._agreement.group)
         wrong = [each.name for each in differences if not each.relative <= TOLERANCES[self._type]]
@@ -200,6 +199,29 @@ class GradientAudit:
                 "data=1 and microbatches=1; audit='off' trains without this comparison"
             )
 
+    def _warn_of_numbers(self, plain: frozenset[tuple[str, int]]) -> None:
+        """Say, once, which attributes the plan moves by more or less than one device does."""
+        of_device = set(map(tuple, self._agreement.gather(sorted(plain))[0]))
+        dropped = [stage.counts.drop(of_device) for stage in self._local.stages.values()]
+        own = set() if any(dropped) else self._moved - of_device
+        rows = self._agreement.gather([name for name, _ in own])
+        found = set(chain(*rows)) - self._told
+        self._told |= found
+        if found and self._agreement.rank == 0:
+            warnings.warn(
+                f"plan '{self._mesh.plan}': forwards count something in {', '.join(sorted(found))}, and each "
+                "rank and microbatch counts its own share, where one device counts all",
+                stacklevel=6,
+            )
+
+    def _share_counts(self) -> None:
+        """Tell all ranks how often the layers of other stages were called: rank 0 runs these too."""
+        names = {module: name for name, module in self._reference.model.named_modules()}
+        slots = [slot for stage in self._local.stages.values() for slot in stage.counts.slots]
+        own = [[names[module], key, vars(module)[key]] for module, key in slots if module in names]
+        for name, key, number in chain(*self._agreement.gather(own)):
+            vars(self._reference.model.get_submodule(name))[key] = number
+
     def _judge(self, compared: _Compared, device: OneDevice) -> str:
         """Return an error, if neither rounding nor other draws explain why gradients differ; that of rank 0
         counts."""
@@ -207,7 +229,7 @@ class GradientAudit:
         eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run._replace(is_second=True))] if result.has_drawn else []
-        if device.is_whole and eps > torch.finfo(torch.float32).eps:
+        if device.whole is not None and eps > torch.finfo(torch.float32).eps:
             others += [(TIMES_PRECISE, run._replace(is_precise=True))]
         names = [each.name for each in found]
         kept, beyond = KeptGradients(device.group), found
@@ -247,19 +269,15 @@ class GradientAudit:
                 raise
             return self._rehearse(choose, step, training=training, is_small=False)
         self._sizes.add(samples.per_part)
-        if result.gathers and self._repeats:
-            self._expect_gathering()
+        if result.gathers and self._runner.replicas.error:
+            raise UserError(self._runner.replicas.error)
+        self._runner.feed.fixed_count |= result.gathers  # each replica has as many samples in every step
+        if self._repeats and (result.gathers or result.keeps):
+            self._repeats = False
             return self._rehearse(choose, step, training=training, is_small=is_small)
         if not result.counted:
             raise CannotCompareError("the loss counts none of its samples", is_final=False)
         return samples, run, result
-
-    def _expect_gathering(self) -> None:
-        """Replicas see each other's samples: refuse plans in which they cannot. From here on each must have
-        samples of its own in every step."""
-        if self._runner.replicas.error:
-            raise UserError(self._runner.replicas.error)
-        self._repeats, self._runner.feed.fixed_count = False, True
 
     # The plan.
 
@@ -284,14 +302,14 @@ class GradientAudit:
             if not training:
                 for module in self._modules:
                     module.training = False
-            buffers = ChangedBuffers(self._reference.form.buffers)
+            buffers, numbers = ChangedBuffers(self._reference.form.buffers), MovedNumbers(self._modules)
             if units is not None:  # else gradients are gone when their unit is updated
                 stack.enter_context(units.rehearse(partial(_capture, captured)))
             scope = partial(self._scope, samples, step, generators)
             tally = self._runner.differentiate(samples.local, step, scope, num_samples(samples.whole))
             if units is not None:
                 units.finish_passes()
-            self._left = buffers.now()
+            self._left, self._moved = buffers.now(), numbers.now()
         if self._agreement.group is not None:
             with self._agreement.group.ledger.about("checks"):
                 self._agreement.group.all_reduce(tally)

@@ -10,7 +10,7 @@ Where whole weights and gradients do not fit there, weights come and go while it
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -66,7 +66,7 @@ class OneDevice:
         self._values, self._agreement = values, agreement
         self._likes = reference.form.gradients_like(reference.dtype)
         self._missing: list[str] = []
-        self._whole: dict[str, Tensor] | None = {}  # None: weights come and go
+        self.whole: dict[str, Tensor] | None = {}  # at hand; None: weights come and go
         self._rehearsed: tuple[Run, Result] | None = None
 
     @contextmanager
@@ -81,21 +81,16 @@ class OneDevice:
         if is_large and reason:
             raise CannotCompareError(reason)
         likes, assemble = ({}, None) if is_large else self._sources()
-        self._whole = None if assemble is None else _present({name: assemble(name) for name in likes})
+        self.whole = None if assemble is None else _present(likes, assemble)
         try:
             yield
         finally:
-            self._whole, self._rehearsed = {}, None
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all weights are at hand."""
-        return self._whole is not None
+            self.whole, self._rehearsed = {}, None
 
     def for_judging(self) -> "OneDevice | None":
         """Return the device on which to search the cause of differences: rank 0 by itself, where it has all
         weights; else all ranks."""
-        if self._whole is None:
+        if self.whole is None:
             return self
         device = copy.copy(self)
         device.group, device._agreement = None, RankAgreement(None, self.reference.device)
@@ -107,7 +102,7 @@ class OneDevice:
 
         def work(weights: Mapping[str, Tensor], _: Take) -> Result:
             of_part = None if part is None else self.reference.run_forward(part, weights)
-            if self._whole is not None:
+            if self.whole is not None:
                 return self.reference.run(run, weights)
             return of_part if of_part and of_part.counted else self.reference.run_forward(run, weights)
 
@@ -118,7 +113,7 @@ class OneDevice:
         """On every rank, `take` is given each gradient of a run (or those of `names`): zeros where the model
         makes none."""
         likes = self._likes if names is None else {name: self._likes[name] for name in names}
-        if self._whole is not None:
+        if self.whole is not None:
             if self._rehearsed is not None and run is self._rehearsed[0]:
                 result = self._rehearsed[1]
             else:
@@ -141,18 +136,18 @@ class OneDevice:
         """Return its result, on the other ranks without output and gradients. Raise what it raises on all."""
         result, failure, is_refusal = None, "", False
         try:
-            if self._whole is None:
+            if self.whole is None:
                 result = self._stream(work, take)
             elif self._agreement.rank == 0:
                 with alone(_ALONE):
-                    result = work(self._whole, take)
+                    result = work(self.whole, take)
         except _LostRequestError as lost:
             raise lost.cause from None
         except UserError as refusal:
             failure, is_refusal = str(refusal), True
         except Exception as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        numbers = result and [result.total, result.counted, result.has_drawn, result.gathers]
+        numbers = result and [result.total, result.counted, result.has_drawn, result.gathers, result.keeps]
         numbers, failure, is_refusal = self._agreement.gather([numbers, failure, is_refusal])[0]
         if failure:
             raise UserError(failure) if is_refusal else FailedRunError(failure)
@@ -181,7 +176,7 @@ class OneDevice:
         likes, assemble = self._sources()
         weights = {name: like for name, like in likes.items() if name in self.reference.form.order}
         with _together():
-            buffers = _present({name: assemble(name) for name in likes if name not in weights})
+            buffers = _present([name for name in likes if name not in weights], assemble)
         subjects = [*weights, *self._likes]  # what can be asked for, by number
 
         def answer(number: int, gradients: Mapping[str, Tensor]) -> Tensor | None:
@@ -237,8 +232,8 @@ def _together() -> Iterator[None]:
         raise _LostRequestError(error) from error
 
 
-def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+def _present(names: Iterable[str], assemble: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name in names if (tensor := assemble(name)) is not None}
 
 
 def _reason_not_to_take(needed: int, content: str, device: torch.device) -> str:

@@ -25,6 +25,7 @@ from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import total_and_count
 from echelon.nn.sample_gathering import Replicas
 from echelon.parallel.layer_sharding import LayerSharding
+from echelon.parallel.stage import MovedNumbers
 
 Parameters = Mapping[str, nn.Parameter]
 _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
@@ -51,8 +52,7 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a run: the model's output, its loss as a total of what it counts, and gradients, unless
-    they were taken one by one."""
+    """The model's output, its loss as a total of what it counts, and gradients if they were not taken."""
 
     output: Any
     total: float
@@ -60,7 +60,9 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]
     has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
     gathers: bool  # whether it asked for the samples of all replicas
+    keeps: bool  # whether it has changed buffers or numbers
     buffers: Mapping[str, Tensor] = MappingProxyType({})  # that it has changed
+    numbers: frozenset[tuple[str, int]] = frozenset()  # of its modules, and by how much it has moved them
 
 
 @final
@@ -76,7 +78,7 @@ class Reference:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self.form, self._layers, self._scopes = model, form, layers, scopes
+        self.model, self.form, self._layers, self._scopes = model, form, layers, scopes
         self.device, self.dtype = device, dtype
         self._is_fresh = False
 
@@ -88,7 +90,7 @@ class Reference:
             if run.is_second:
                 self._run(run, whole)
             differentiate = partial(self._run, run, whole, partial(_gradients, take, run.scale))
-            if self._is_fresh or any(map(late_hooks, self._model.parameters())):
+            if self._is_fresh or any(map(late_hooks, self.model.parameters())):
                 return differentiate(fresh=True)
             try:
                 return differentiate(fresh=False)
@@ -106,7 +108,7 @@ class Reference:
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
         with warnings.catch_warnings(action="ignore"), ExitStack() as stack:
-            stack.callback(GeneratorStates(self.device, self._model.modules()).restore)
+            stack.callback(GeneratorStates(self.device, self.model.modules()).restore)
             yield
 
     def _run(
@@ -117,30 +119,33 @@ class Reference:
         *,
         fresh: bool = False,
     ) -> Result:
-        before = GeneratorStates(self.device, self._model.modules())
+        before = GeneratorStates(self.device, self.model.modules())
         samples = num_samples(run.batch)
         inputs, targets = tree_map_only(Tensor, torch.clone, to_device(run.batch, self.device))
-        scope = partial(self._scopes.of_plain, self._model, run.step, run.place, samples)
+        scope = partial(self._scopes.of_plain, self.model, run.step, run.place, samples)
         with self.form.installed(whole, self.device, fresh=fresh) as parameters, ExitStack() as stack:
             dtype = torch.promote_types(self.dtype, torch.float32) if run.is_precise else self.dtype
             if run.is_precise:
-                parameters = _widen(self._model, parameters)
+                parameters = _widen(self.model, parameters)
             # What the forward and the loss change in place is put back. A call may have a loss of its own.
-            stack.callback(PythonState(self._model.modules(), self._layers.user_loss).restore)
+            stack.callback(PythonState(self.model.modules(), self._layers.user_loss).restore)
             if not run.training:
-                self._model.eval()
-            buffers = ChangedBuffers(self.form.buffers)
+                self.model.eval()
+            buffers, numbers = ChangedBuffers(self.form.buffers), MovedNumbers(self.model.modules())
             replicas = Replicas()  # one device
             with CountedSamples(samples, scope), replicas.gathering():
-                output = call(self._model, cast(inputs, dtype))
+                output = call(self.model, cast(inputs, dtype))
                 result = self._layers.whole_loss(output, targets)
                 total, count = total_and_count(result, samples, run.all_samples)
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
-            has_drawn, drawn, changed = before.moved(), before.now(), buffers.now()
+            has_drawn, drawn = before.moved(), before.now()
+            left = buffers.now(), frozenset(numbers.now())
         drawn.restore()  # a second run goes on from there
         output = tree_map_only(Tensor, torch.detach, output)
-        return Result(output, float(total), float(count), gradients, has_drawn, replicas.is_used, changed)
+        return Result(
+            output, float(total), float(count), gradients, has_drawn, replicas.is_used, any(left), *left
+        )
 
 
 def _widen(model: nn.Module, parameters: Parameters) -> dict[str, nn.Parameter]:
