@@ -68,6 +68,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     # Below float32, `verify` compares with one device that does not round what it saves.
     "compress": ("none", "none", "gist", "gist-fp16", "gist-fp10", "gist-fp8"),
     "debug": (*(False,) * 9, True),  # ranks compare every operation
+    "graphs": ("false", "auto"),
     "layers": (1, 2, 3, 4, 5, 6),
     "heads": (2, 1, 4),
     "kv_heads": (0, 1, 2),

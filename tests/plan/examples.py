@@ -45,6 +45,7 @@ plan_values = st.fixed_dictionaries(
         "delay": st.integers(0, 1),
         "compress": sampled("compress"),
         "debug": st.booleans(),
+        "graphs": sampled("graphs"),
     },
 )
 

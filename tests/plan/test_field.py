@@ -27,7 +27,7 @@ def test_the_text_of_a_plan_keeps_its_order() -> None:
     words = (
         "data=4 tensor=2 pipeline=2 context=2 attention=all-to-all zero=2 shard=2 schedule=gpipe "
         "microbatches=2 sequence=true compile=true precision=bf16 gradients=same recompute=full "
-        "contiguous=true masters=false offload=optimizer delay=1 debug=true"
+        "contiguous=true masters=false offload=optimizer delay=1 debug=true graphs=auto"
     )
     assert str(Plan.parse(words)) == words
     assert str(Plan.parse("compress=gist offload=activations")) == "offload=activations compress=gist"

@@ -134,6 +134,31 @@ def test_compiled_layers_are_not_compressed(monkeypatch: pytest.MonkeyPatch) -> 
     check_rule(rule, examples[rule.case], monkeypatch)
 
 
+GRAPHS: Examples = {
+    "`graphs=true` with several ranks": [
+        (f"graphs=true {words}", "use graphs=auto, or one rank", f"graphs=auto {words}")
+        for words in ("data=2", "tensor=2", "context=2", "pipeline=2")
+    ],
+    **{
+        case: [(f"graphs=true {words}", f"use graphs=auto, or {fix}", f"graphs=true {fix}")]
+        for case, words, fix in (
+            ("`graphs=true` with `offload`", "offload=optimizer", "offload=none"),
+            ("`graphs=true` with `compress`", "compress=gist", "compress=none"),
+            ("`graphs=true` with `recompute`", "recompute=full", "recompute=none"),
+            ("`graphs=true` with `update=backward`", "update=backward", "update=step"),
+            ("`graphs=true` with `precision=fp8`", "precision=fp8", "precision=bf16"),
+            ("`graphs=true` with a schedule that never drains", "schedule=pipedream", "schedule=1f1b"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", sorted({rule.case for rule in FIELDS["graphs"].rules} | set(GRAPHS)))
+def test_what_is_not_recorded_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rule,) = (rule for rule in FIELDS["graphs"].rules if rule.case == case)
+    check_rule(rule, GRAPHS[case], monkeypatch)
+
+
 def test_the_cases_of_rules_differ() -> None:
     assert len({rule.case for rule in RULES}) == len(RULES)
 

@@ -49,6 +49,10 @@ class EngineCore:
         self._runner.replicas.open()
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
+            if mesh.plan.graphs != "false" and mesh.device.type == "cuda":
+                from echelon.engine.step.graphs.assembly import make_graphs  # a plan without needs none of it
+
+                self._runner.graphs = make_graphs(setup, self._runner)
         self._meter = Meter(self.module, partial(_storages, setup, self._runner), mesh.host_storages)
         setup.observers.add(self._meter, outermost=True)
         self._counter = StepCounter.of(update.loss_scaling, setup.rule.nonfinite, flushes=flushes)

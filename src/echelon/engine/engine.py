@@ -140,4 +140,6 @@ class Engine(LoopCalls, StateCalls):
 
     def __repr__(self) -> str:
         skipped = [f"  audit of {result}" for result in self.audit if result.outcome == "skipped"]
-        return "\n".join([f"Engine({self._setup.describe()}", *skipped])
+        graphs = getattr(self._runner, "graphs", None)
+        recorded = [] if graphs is None else [f"  {graphs.describe()}"]
+        return "\n".join([f"Engine({self._setup.describe()}", *recorded, *skipped])

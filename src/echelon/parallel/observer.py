@@ -15,7 +15,7 @@ Memory savers, the balance of experts, meters and checks are observers. One of y
     after_close                                                        no step follows
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, final
 
@@ -172,6 +172,14 @@ class Observers:
     def hears(self, event: str) -> bool:
         """Return whether there is an observer to tell of it."""
         return bool(self._by_event[event])
+
+    def has_kind(self, kind: type[StepObserver]) -> bool:
+        return any(isinstance(each, kind) for each in self._all)
+
+    def is_heard(self, events: Iterable[str], but: tuple[type[StepObserver], ...]) -> bool:
+        """Return whether an observer hears any of these events, `but` for these kinds."""
+        hearing = (getattr(hear, "__self__", None) for event in events for hear in self._by_event[event])
+        return not all(isinstance(each, but) for each in hearing)
 
     def tell(self, event: str, *args: object, **options: object) -> None:
         for hear in self._by_event[event]:

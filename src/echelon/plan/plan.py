@@ -11,6 +11,7 @@ import dataclasses
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
@@ -20,6 +21,18 @@ from echelon.plan.field import Field, NumberError, Rule, choice, switch
 from echelon.plan.replicas import Replicas
 from echelon.plan.schedule import ASYNCHRONOUS_SCHEDULES, Schedule, is_schedule_file
 from echelon.plan.update import Update
+
+
+def _asks_beside(plan: "Plan", *, field: str, default: Any) -> bool:
+    return plan.graphs == "true" and getattr(plan, field) != default
+
+
+_NOT_RECORDED = (
+    ("offload", "offload", (), "copies to and from the host run between the operations of passes"),
+    ("compress", "compress", "none", "how many bits are kept is decided by values, in each pass"),
+    ("recompute", "recompute", "none", "layers run again in the backward pass, by code that watches them"),
+    ("update", "update=backward", "step", "updates run between the operations of passes"),
+)
 
 
 # The text of a plan lists the fields of the last base first, and checkpoints hold that text: another order of
@@ -45,6 +58,46 @@ class Plan(Update, Compute, Schedule, Replicas, Axes):
         False,
         "ranks [compare what they call](hangs.md#ranks-that-call-different-operations) before data moves; "
         "slow",
+    )
+    graphs: str = choice(
+        "false",
+        ("auto", "true", "false"),
+        "the passes of a short step are recorded, and replayed as one [CUDA graph](graphs.md): where the "
+        "host is the slower one, or always",
+        Rule(
+            "`graphs=true` with several ranks",
+            ("graphs", "data", "tensor", "pipeline", "context"),
+            lambda plan: (
+                plan.graphs == "true"
+                and (plan.data > 1 or plan.tensor > 1 or plan.context > 1 or plan.pipeline != 1)
+            ),
+            "messages between ranks go on behind passes, and are no part of a recording",
+            "use graphs=auto, or one rank",
+        ),
+        *(
+            Rule(
+                f"`graphs=true` with `{words}`",
+                ("graphs", field),
+                partial(_asks_beside, field=field, default=default),
+                why,
+                f"use graphs=auto, or {field}={default or 'none'}",
+            )
+            for field, words, default, why in _NOT_RECORDED
+        ),
+        Rule(
+            "`graphs=true` with `precision=fp8`",
+            ("graphs", "precision"),
+            lambda plan: plan.graphs == "true" and plan.precision == "fp8",
+            "scales of products in 8 bits are another library's, and were not tried in a recording",
+            "use graphs=auto, or precision=bf16",
+        ),
+        Rule(
+            "`graphs=true` with a schedule that never drains",
+            ("graphs", "schedule"),
+            lambda plan: plan.graphs == "true" and not plan.flushes,
+            "its passes meet weights of other updates in each step",
+            "use graphs=auto, or schedule=1f1b",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -35,7 +35,8 @@ COSTED = {
 FREE = {
     "staleness",
     "contiguous",
-}  # how far ranks may be apart, and where memory lies: neither bytes nor time
+    "graphs",
+}  # how far ranks may be apart, where memory lies, what the host does: neither bytes nor time of the device
 REFUSED = {
     "debug=true": "debug=true",
     "pipeline=auto": "pipeline=auto",

@@ -102,6 +102,14 @@ class Feed:
         around = partial(self._layers.around, true_length, shared, scope)
         return Microbatch(inputs, targets, weight, form, around, normaliser, loss_scale)
 
+    def repeated(
+        self, microbatch: Microbatch, normaliser: StepNormaliser | None, loss_scale: Number
+    ) -> Microbatch:
+        """A microbatch in memory that stays, for passes on one rank that draw nothing."""
+        scope = partial(CountedSamples, microbatch.targets.num_samples)
+        around = partial(self._layers.around, None, shared_inputs(microbatch.inputs), scope)
+        return microbatch._replace(scope=around, normaliser=normaliser, loss_scale=loss_scale)
+
 
 def _form(structure: Any) -> str:
     """The shapes and types of all tensors: what the form of later activations follows from, mostly."""

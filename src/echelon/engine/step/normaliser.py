@@ -18,7 +18,7 @@ the last that fits is taken, and the numbers of a step say if it was wrong.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -198,6 +198,17 @@ class StepNormaliser:
         self.is_empty: bool | Tensor = False  # whether no loss counts anything, where that must be known
         self.trial_samples: int | None = None
         self.plan: Plan | None = None
+
+    def numbers(self) -> tuple[Number | None, ...]:
+        """Return the numbers that a step brings, which may be on the device."""
+        return (*self._counts, self._expected, self._local)
+
+    def with_numbers(self, numbers: Sequence[Any]) -> "StepNormaliser":
+        """Return one that knows these instead."""
+        other = copy.copy(self)
+        *counts, other._expected, other._local = numbers
+        other._counts = Counts(*counts)
+        return other
 
     def all_samples(self) -> Number:
         """The samples that a Sum is over: those of all losses of the step."""

@@ -87,6 +87,17 @@ class Scopes:
         """Draws of forwards that belong to no sample, as far as is known: each "numpy.random in encoder"."""
         return [] if self._agreement is None else list(self._agreement.draws.foreign)
 
+    def drawn(self) -> str | None:
+        """Return what draws random numbers in a forward of the modes of now, as far as is known."""
+        if self._has_noise:
+            return "gates draw noise"
+        if any(module.training and module.p > 0 for module in self._modules):
+            return "dropout draws other numbers in each step"
+        draws = None if self._agreement is None else self._agreement.draws
+        if draws is None or not (draws.is_used or draws.foreign):
+            return None
+        return "passes draw random numbers"
+
     def of_step(
         self, step: int, samples: int, call: int = 0
     ) -> Callable[[int], AbstractContextManager[None]]:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from torch.utils._pytree import tree_map_only
 from echelon.engine.step.agreement import measure_gradient
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
+from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.side_effects import restored_weights, without_side_effects
 from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import Number, StepNumbers
+
+if TYPE_CHECKING:
+    from echelon.engine.step.graphs.graphed_passes import GraphedPasses
 
 
 class SidePasses(StepRunner):
@@ -22,6 +27,26 @@ class SidePasses(StepRunner):
 
     _is_rehearsed: bool
     _count_before: Number | None = None  # what the last update was the mean of
+
+    graphs: "GraphedPasses | None" = None  # where passes may be recorded
+
+    @property
+    def _has_replayed(self) -> bool:
+        """Return whether the last passes entered no node into a graph of autograd."""
+        return self.graphs is not None and self.graphs.has_replayed
+
+    def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
+        """Run passes by their instructions."""
+        return self._run(script, feed)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around passes of which nothing is kept between steps."""
+        return self._interpreter.aside()
+
+    def close(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
+        super().close()
 
     @abstractmethod
     def _start(self) -> None:

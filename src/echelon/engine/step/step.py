@@ -181,7 +181,8 @@ class FlushedRunner(SidePasses):
             for stage in self._local.stages.values():
                 stage.start_step()  # each batch is one forward pass of one device, however it is cut
             feed = self._step_feed(batch, self._number, call)
-            tally = self._run(self._part_script(len(feed), sums=last), feed)
+            run = self._run if self.graphs is None else self.graphs.run
+            tally = run(self._part_script(len(feed), sums=last), feed)
             self.tallies.add(tally, is_own=own_loss, is_summed=last)
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
@@ -219,7 +220,7 @@ class FlushedRunner(SidePasses):
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
-        self._update.took_other_way = self._ways.is_new()
+        self._update.took_other_way = not self._has_replayed and self._ways.is_new()
         super().norm(self.tallies.joined(), own=self.tallies.own)
 
     def publish(self) -> None:
@@ -233,8 +234,12 @@ class FlushedRunner(SidePasses):
     def updates_last(self) -> bool:
         # With delay=1 a step begins with the weights of the update before the last.
         is_update_last = self._update.units is None and not self._mesh.plan.delay
-        changes_weights = self._first_forward.has_changed or self._renormalises
-        return self._has_trained and is_update_last and not changes_weights
+        return self._has_trained and is_update_last and not self.changes_weights
+
+    @property
+    def changes_weights(self) -> bool:
+        """Return whether a forward pass does."""
+        return self._first_forward.has_changed or self._renormalises
 
     def buffer_copies(self) -> list[Tensor]:
         return self._buffers.storages()

@@ -20,7 +20,7 @@ from echelon.engine.step.runtime.flight import (
 from echelon.engine.step.runtime.mailbox import Mailbox
 from echelon.engine.step.runtime.message import TALLY, Gradients, Leaf
 from echelon.engine.step.runtime.script import Script, Slot, microbatch_of, slot_of
-from echelon.engine.step.runtime.span_timer import SpanTimer, clock_of
+from echelon.engine.step.runtime.span_timer import HostClock, SpanTimer, clock_of
 from echelon.engine.step.runtime.split_backward import SplitBackward, watch_hooks
 from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
@@ -146,6 +146,16 @@ class Interpreter:
 
     def _no_losses(self) -> Tensor:
         return torch.zeros(TALLY.shape, dtype=TALLY.dtype, device=self._device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what runs is not timed, and uses no tensor that is kept between steps."""
+        kept = self.timer, self._start_gradients
+        self.timer, self._start_gradients = SpanTimer(HostClock()), StartGradients()
+        try:
+            yield
+        finally:
+            self.timer, self._start_gradients = kept
 
     def forget_losses(self) -> None:
         """No update is made of what has run since the last one."""
