@@ -245,6 +245,44 @@ def batch_penalty(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return F.cross_entropy(scores, targets) + slope.norm()
 
 
+def differentiates(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """A backward pass of the loss's own, whose gradients it leaves where they are."""
+    scores, _ = output
+    (0.1 * scores.abs().mean()).backward(retain_graph=True)
+    return F.cross_entropy(scores, targets)
+
+
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient another fixed point is, found in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.change, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def _next(self, state: Tensor, values: Tensor) -> Tensor:
+        return torch.tanh(0.3 * self.change(state) + values)
+
+    def forward(self, values: Tensor) -> Tensor:
+        state = torch.zeros_like(values)
+        with torch.no_grad():
+            for _ in range(20):
+                state = self._next(state, values)
+        state = self._next(state, values)
+        again = state.detach().requires_grad_()
+        result = self._next(again, values)
+
+        def solve(gradient: Tensor) -> Tensor:
+            solution = gradient
+            for _ in range(20):
+                (change,) = torch.autograd.grad(result, again, solution, retain_graph=True)
+                solution = change + gradient
+            return solution
+
+        if state.requires_grad:
+            state.register_hook(solve)
+        return self.head(state)
+
+
 class KeepsState(nn.Module):
     """An RNN that goes on where the last call stopped."""
 
@@ -338,6 +376,8 @@ DECEPTIVE: dict[str, Foreign] = {
     "backward hook normalises": Foreign(backward_hooked, vectors, F.cross_entropy),
     "gradient penalty": Foreign(Penalised, vectors, gradient_penalty),
     "penalty of the batch": Foreign(Penalised, vectors, batch_penalty),
+    "a backward pass in the loss": Foreign(Penalised, vectors, differentiates),
+    "an equilibrium": Foreign(Equilibrium, vectors, F.cross_entropy),
     "keeps its state": Foreign(KeepsState, vectors, F.cross_entropy),
     "norm beside noise": Foreign(NoisyNorm, vectors, F.cross_entropy),
     "mean beside dropout": Foreign(DroppedNorm, vectors, F.cross_entropy),

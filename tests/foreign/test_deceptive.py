@@ -24,6 +24,7 @@ EQUAL = {
     ("gradient penalty", "data=2"),
     ("gradient penalty", "microbatches=2"),
     ("keeps its state", "data=2"),
+    ("an equilibrium", "data=2"),
     ("auxiliary loss of the first layer", "data=2"),
     ("auxiliary loss of the last layer", "pipeline=2 microbatches=2"),
 }
@@ -37,6 +38,8 @@ ALWAYS = [
     ("centres large inputs", "data=2"),
     ("centres gradients", "data=2 zero=3"),
     ("gradient penalty", "data=2"),
+    ("a backward pass in the loss", "data=2 zero=3"),
+    ("an equilibrium", "data=2 zero=3"),
     ("norm beside noise", "data=2"),
     ("auxiliary loss of the first layer", "pipeline=2 microbatches=2"),
 ]

@@ -173,8 +173,15 @@ def test_a_forward_with_whole_widths_under_tensor_is_told_where_to_look(message:
     assert missing_operation(message, Plan(data=2), CPU) is None
 
 
-def test_a_freed_weight_is_not_taken_for_an_operation_in_place() -> None:
-    message = "one of the variables needed for gradient computation has been modified by an inplace operation"
+@pytest.mark.parametrize(
+    "message",
+    [
+        "one of the variables needed for gradient computation has been modified by an inplace operation",
+        "a tensor of shape (2,) that the backward pass needs was changed in place after the forward pass had "
+        "saved it; replace the in-place operation",
+    ],
+)
+def test_a_freed_weight_is_not_taken_for_an_operation_in_place(message: str) -> None:
     error = missing_operation(message, Plan(data=2, zero=3), CPU)
     assert "a weight that zero=3 has freed" in str(error)
     assert "use zero=2" in str(error)

@@ -126,6 +126,6 @@ def _cause_in_plan(plan: Plan) -> str:
         causes.append("tensor_table splits a module whose matrix is used otherwise than as a product")
     if plan.expert > 1:
         causes.append("experts are called otherwise than by their gate")
-    causes.append("a hook on a weight is not linear")
+    causes.append("a hook on a weight is not linear, or a loss or forward calls backward() by itself")
     causes.append("a forward draws numbers, or keeps something from call to call, as no rank can repeat it")
     return f" Likely causes: {'; '.join(causes)}"

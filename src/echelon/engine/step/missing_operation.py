@@ -33,6 +33,8 @@ _SIZES = re.compile(
     r"is invalid for input of size|split_with_sizes|shapes cannot be multiplied|"
     r"must match the size of tensor|Given normalized_shape"
 )
+# Of a saved tensor with another version: torch's words, and those of hooks on saved tensors.
+_CHANGED = ("modified by an inplace operation", "changed in place after the forward pass had saved it")
 # torch.func.grad and its like: inside of hooks, around functions that replace a module's, and around a module
 # whose weights arrive when it is called.
 _TORCH_FUNC = (
@@ -60,13 +62,14 @@ def missing_operation(message: str, plan: Plan, device: torch.device) -> UserErr
             "take sizes from the tensors (q.view(batch, length, -1, head_width), y.flatten(2)), list numbers "
             "that it reads as 'divided' in tensor_table (docs/tensor.md), or its matrices as 'replicated'"
         )
-    if plan.frees_weights and "modified by an inplace operation" in message:
+    if plan.frees_weights and any(words in message for words in _CHANGED):
         placement = Placement(plan.zero == 3, "parameters" in plan.offload)
         return UserError(
             f"plan '{plan}': the backward pass needs a weight that {placement} has freed, or a tensor that "
             "was changed in place. A module's weights come back for its backward pass if its output can be "
             "seen: return tensors, or tuples, lists and dicts of them, and no function or generator that "
-            f"holds them; replace in-place operations, or {placement.fix}"
+            "holds them; a loss that calls backward(), or autograd.grad in a hook, reads weights at other "
+            f"times; replace in-place operations, or {placement.fix}"
         )
     if plan.precision == "fp64" and _TWO_TYPES.search(message):
         return UserError(
