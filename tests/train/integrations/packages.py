@@ -24,8 +24,9 @@ def need(*names: str) -> None:
             pytest.skip(f"{name} is not installed (make installs it into .venv/integrations)")
 
 
-def run_program(name: str, *arguments: str, ranks: int = 1) -> Any:
-    """Run a program, with `ranks` under torchrun; returns the JSON of the last line that it prints."""
+def run_program(name: str, *arguments: str, ranks: int = 1, folder: Path | None = None) -> Any:
+    """Run a program, with `ranks` under torchrun; returns the JSON of the last line that it prints. FOLDER
+    tells it where it may write."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(PROGRAMS / name), *arguments]
     environment = os.environ | {
@@ -33,6 +34,8 @@ def run_program(name: str, *arguments: str, ranks: int = 1) -> Any:
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "OMP_NUM_THREADS": "1",
+        "FOLDER": str(folder),
+        "HOME": str(folder or Path.home()),
     }
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, check=False, cwd=ROOT

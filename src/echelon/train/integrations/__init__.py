@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from echelon.train.integrations.fabric_strategy import FabricStrategy
     from echelon.train.integrations.hf_trainer import Trainer, WithPlan
 
-__all__ = ["Trainer", "WithPlan"]
+__all__ = ["FabricStrategy", "Trainer", "WithPlan"]
 
-_HOME = {"Trainer": "hf_trainer", "WithPlan": "hf_trainer"}
+_HOME = {"FabricStrategy": "fabric_strategy", "Trainer": "hf_trainer", "WithPlan": "hf_trainer"}
 
 
 def __getattr__(name: str) -> Any:
