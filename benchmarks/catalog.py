@@ -25,6 +25,7 @@ from benchmarks import (
     pipeline,
     recompute,
     selective_costs,
+    short_steps,
     start,
     step,
     tensor,
@@ -36,6 +37,7 @@ from echelon.errors import UserError, did_you_mean
 
 _NEED_GPU = (
     "one-gpu",
+    "short-steps",
     "kernels",
     "recompute",
     "optimizer-step",
@@ -71,6 +73,7 @@ def benches() -> dict[str, Bench]:
         "checkpoint": checkpoint.bench,
         "memory": memory_settings.bench,
         "one-gpu": one_gpu.bench,
+        "short-steps": short_steps.bench,
         "kernels": kernels.bench,
         "recompute": recompute.bench,
         "optimizer-step": optimizer_step.bench,

@@ -34,6 +34,7 @@ SUBJECTS = {
     "checkpoint": Subject("checkpoints.md", ("engine", "state")),
     "memory": Subject("memory.md", (*_STEP, "memory")),
     "one-gpu": Subject("gpu.md", _STEP),
+    "short-steps": Subject("graphs.md", _STEP),
     "kernels": Subject("gpu.md", ("nn",)),
     "recompute": Subject("recompute.md", (*_STEP, "memory")),
     "optimizer-step": Subject("precision.md", ("update",)),

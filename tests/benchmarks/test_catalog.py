@@ -16,6 +16,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "checkpoint",
         "memory",
         "one-gpu",
+        "short-steps",
         "kernels",
         "recompute",
         "optimizer-step",
