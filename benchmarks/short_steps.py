@@ -1,7 +1,7 @@
 """The bench `short-steps`: steps so short that the host takes longer than the GPU, with and without graphs.
 
 Plain torch is the usual loop: zero_grad, forward, loss, backward, a fused AdamW. Networks are in float32, and
-GPT-2 in bf16 beside plain torch compiled with its loss (one-gpu). All train on the same batch, on the device,
+GPT-2 in bf16 beside plain torch compiled with its loss (one-gpu), and in microbatches beside echelon itself. All train on the same batch, on the device,
 and their losses must agree, or there is no result. `share_of_peak` as in one-gpu; `replayed` is 1 where
 graphs=auto has chosen to replay.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks import one_gpu
 from benchmarks.compare import Row, compare
-from benchmarks.harness import alternate, timed
+from benchmarks.harness import alternate, tell, timed
 from echelon.engine import Engine, parallelize
 from echelon.engine.step.step import FlushedRunner
 from echelon.models import ModelConfig, preset
@@ -109,8 +109,10 @@ def _language(quick: bool, words: str, rounds: int, steps: int) -> list[Row]:
         )
         for name, more in ((f"{_ECHELON} {compiled}".strip(), "graphs=false"), (_GRAPHS, "graphs=auto"))
     }
-    plain = one_gpu._autocast_step(case) if quick else one_gpu._compiled_step(case)
-    works: dict[str, Step] = {_TORCH: partial(plain, case.batch)}
+    works: dict[str, Step] = {}
+    if not words:  # one batch, which takes plain torch as long
+        plain = one_gpu._autocast_step(case) if quick else one_gpu._compiled_step(case)
+        works = {_TORCH: partial(plain, case.batch)}
     works |= {name: partial(engine.step, case.batch) for name, engine in engines.items()}
     name = f"{'small' if quick else 'GPT-2 124M'}, B=8{', ' if words else ''}{words}"
     return _rows(name, works, engines, rounds, steps, case.flops)
@@ -130,8 +132,10 @@ def _rows(
             work()
 
     contenders = {name: timed(partial(repeat, work)) for name, work in works.items()}
+    for name, engine in engines.items():
+        tell("short-steps", f"{case}, {name}: {repr(engine).splitlines()[-1].strip()}")
     rows = []
-    for row in compare(case, alternate(contenders, rounds), _TORCH):
+    for row in compare(case, alternate(contenders, rounds), next(iter(works))):
         seconds = row.seconds.median / steps
         figures = {"step_seconds": seconds}
         peak = next((each for key, each in one_gpu._PEAKS.items() if key in one_gpu._device_name()), None)

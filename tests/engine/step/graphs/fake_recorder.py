@@ -52,7 +52,7 @@ class FakeRecorder:
     def __init__(self, host: float = 2e-3, device: float | None = 1e-3, replay: float = 5e-4) -> None:
         self.host, self.device, self.replay = host, device, replay
         self.recordings: list[FakeRecording] = []
-        self.does_wait = False
+        self.does_wait, self.is_roomy = False, True
         self.error: Exception | None = None  # of what is recorded
 
     def record(self, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> Recording:
@@ -63,6 +63,9 @@ class FakeRecorder:
         for buffer, before in buffers:
             buffer.copy_(before)
         return self.recordings[-1]
+
+    def has_room(self) -> bool:
+        return self.is_roomy
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Timing]:
         before = self.num_replays

@@ -158,20 +158,19 @@ def test_dropout_that_drops_nothing_is_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does_wait", "error", "reason"),
+    ("does_wait", "is_roomy", "error", "reason"),
     [
-        (True, None, "waits for the device"),
-        (
-            False,
-            RuntimeError("operation not permitted\nmore"),
-            "cannot be recorded: operation not permitted$",
-        ),
+        (True, True, None, "waits for the device"),
+        (False, False, None, "no memory for a recording"),
+        (False, True, RuntimeError("not permitted\nmore"), "cannot be recorded: not permitted$"),
     ],
 )
-def test_what_cannot_be_recorded_runs_as_it_is(does_wait: bool, error: Exception | None, reason: str) -> None:
+def test_what_cannot_be_recorded_runs_as_it_is(
+    does_wait: bool, is_roomy: bool, error: Exception | None, reason: str
+) -> None:
     plain, engine = engine_of(network(), "precision=fp64"), engine_of(network())
     recorder = FakeRecorder()
-    recorder.does_wait, recorder.error = does_wait, error
+    recorder.does_wait, recorder.is_roomy, recorder.error = does_wait, is_roomy, error
     recorded(engine, recorder)
     with pytest.warns(UserWarning, match=reason):
         losses = train(engine, RECORDED_AFTER + 2)

@@ -28,6 +28,8 @@ _PLAIN = (int, float, bool, str, bytes)
 _MOST_OWNERS = 2_000  # beside modules: containers, objects and functions
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MEMBERS = (*_STRUCTURE, *_HOOKS)
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # beside what the user's class adds
 _LEFT_OUT = ("torch", "echelon", "builtins", "typing", "collections", "functools", "enum", "logging", "abc")
 
 Read = Callable[[], Sequence[object]]
@@ -86,15 +88,15 @@ def _name_of(module: nn.Module) -> str:
 def _of_module(module: nn.Module) -> list[object]:
     """List the attributes of a module, its tensors, children and hooks."""
     entries = vars(module)
-    members = chain.from_iterable(entries[kind].values() for kind in (*_STRUCTURE, *_HOOKS))
-    hooks = (_tensor_hooks(parameter) for parameter in entries["_parameters"].values())
-    return [*entries.values(), *members, *chain.from_iterable(hooks)]
-
-
-def _tensor_hooks(parameter: Tensor | None) -> Iterator[object]:
-    if parameter is not None:
-        yield from (parameter._backward_hooks or {}).values()
-        yield from (parameter._post_accumulate_grad_hooks or {}).values()
+    found = list(entries.values())
+    for kind in _MEMBERS:
+        if entries[kind]:
+            found += entries[kind].values()
+    for parameter in entries["_parameters"].values():
+        if parameter is not None:
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                found += (hooks or {}).values()
+    return found
 
 
 def _of_all_modules() -> list[object]:
@@ -115,19 +117,22 @@ def _search(modules: Sequence[nn.Module], values: Iterable[Any]) -> list[tuple[s
     found: list[tuple[str, Read]] = []
     waiting: deque[tuple[str, Any]] = deque()
     for module in modules:
-        plain = {key: value for key, value in vars(module).items() if key not in (*_STRUCTURE, *_HOOKS)}
+        plain = {key: value for key, value in vars(module).items() if key not in _OF_EACH_MODULE}
         waiting += [(f"{key} of {_name_of(module)}", value) for key, value in plain.items()]
         waiting.append((type(module).__name__, type(module).forward))
     waiting += [(getattr(value, "__name__", type(value).__name__), value) for value in values]
     kept: list[Any] = []  # so that no identity is given away while the search goes on
     while waiting:
         name, value = waiting.popleft()
-        read = None if id(value) in seen else _reader(value)
+        if id(value) in seen:
+            continue
         seen.add(id(value))
         kept.append(value)
+        read = _reader(value)
+        members = value if isinstance(value, tuple | frozenset) else () if read is None else read()
+        waiting += [(name, member) for member in members]
         if read is not None:
             found.append((name, read))
-            waiting += [(name, member) for member in read()]
         if len(found) > _MOST_OWNERS:
             raise TooManyOwnersError
     return found
@@ -148,7 +153,7 @@ def _reader(value: Any) -> Read | None:
         return partial(_of_module, value)
     if isinstance(value, dict):
         return lambda: (*value.keys(), *value.values())
-    if isinstance(value, list | tuple | deque | set | frozenset):
+    if isinstance(value, list | deque | set):
         return lambda: tuple(value)
     if _is_left_out(kind.__module__) or not hasattr(value, "__dict__"):
         return None

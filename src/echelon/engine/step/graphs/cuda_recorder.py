@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from echelon.memory.meter import free_bytes
+
 T = TypeVar("T")
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
@@ -50,6 +52,10 @@ class Recorder(Protocol):
 
     def record(self, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> Recording:
         """Write down what `run` does with no gradients there; nothing happens to weights and buffers."""
+        ...
+
+    def has_room(self) -> bool:
+        """Return whether what passes need fits twice: for the recording, and for passes as they are."""
         ...
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Timing]: ...
@@ -91,6 +97,10 @@ class CudaRecorder:
             _end_failed_capture()
             raise
         return CudaRecording(graph, outputs)
+
+    def has_room(self) -> bool:
+        needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        return free_bytes(torch.device("cuda")) >= 2 * needed
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Timing]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -210,6 +210,9 @@ class GraphedPasses:
         return tally
 
     def _record(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> bool:
+        if not self._recorder.has_room():
+            self._give_up("the device has no memory for a recording beside them")
+            return False
         static = StaticFeed(live, feed, self._around.feed)
         try:
             with self._around.aside():

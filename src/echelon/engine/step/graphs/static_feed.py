@@ -7,7 +7,7 @@ What is copied is all that passes may read of a step: inputs, targets, and the c
 by, with the loss scale.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -27,20 +27,31 @@ class LiveFeed:
     """The values of one step, taken apart. `foreign`: the type of a value that no recording can hold."""
 
     def __init__(self, feed: Mapping[int, Microbatch]) -> None:
-        values = [
-            (number, each.inputs, each.targets, each.weight, each.form, each.loss_scale)
-            for number, each in feed.items()
-        ]
-        normaliser = next((each.normaliser for each in feed.values()), None)
-        numbers = None if normaliser is None else normaliser.numbers()
-        leaves, self.spec = tree_flatten((values, numbers))
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.leaves = leaves
-        self.foreign = next((type(leaf).__name__ for leaf in leaves if not _is_known(leaf)), None)
+        self.leaves: list[Any] = []
+        self.specs: list[TreeSpec | None] = []  # None: a tensor by itself, as most are
+        for each in feed.values():
+            self._take_apart(each.inputs)
+            self._take_apart(each.targets.values)
+        first = next(iter(feed.values()), None)
+        if first is not None:
+            self.leaves += [first.loss_scale, *first.normaliser.numbers()]
+        self.constants = tuple((number, *each.targets[1:], *each[2:4]) for number, each in feed.items())
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.foreign = next((type(leaf).__name__ for leaf in self.leaves if not _is_known(leaf)), None)
+
+    def _take_apart(self, value: Any) -> None:
+        if type(value) is Tensor:
+            self.leaves.append(value)
+            self.specs.append(None)
+        else:
+            leaves, spec = tree_flatten(value)
+            self.leaves += leaves
+            self.specs.append(spec)
 
     def key(self) -> Key:
         """Return what one recording serves: forms of tensors, and all other values."""
-        return (str(self.spec), *map(_key_of, self.leaves))
+        specs = (None if spec is None else str(spec) for spec in self.specs)
+        return (self.constants, *specs, *map(_key_of, self.leaves))
 
 
 @final
@@ -49,27 +60,26 @@ class StaticFeed:
 
     def __init__(self, live: LiveFeed, feed: Mapping[int, Microbatch], maker: Feed) -> None:
         self._tensors = [torch.empty_like(tensor).copy_(tensor) for tensor in live.tensors]
-        self.microbatches = self._rebuild(live.leaves, live.spec, feed, maker)
+        tensors = iter(self._tensors)
+        self._leaves = iter([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in live.leaves])
+        specs = iter(live.specs)
+        values = [(self._rebuild(next(specs)), self._rebuild(next(specs))) for _ in feed]
+        self.microbatches = dict[int, Microbatch]()
+        loss_scale, numbers, normaliser = next(self._leaves, 1.0), list(self._leaves), None
+        for (number, each), (inputs, targets) in zip(feed.items(), values, strict=True):
+            normaliser = normaliser or each.normaliser.with_numbers(numbers)
+            copied = each._replace(inputs=inputs, targets=each.targets._replace(values=targets))
+            self.microbatches[number] = maker.repeated(copied, normaliser, loss_scale)
 
     def load(self, live: LiveFeed) -> None:
         """Take the values of another step with the same key."""
         if self._tensors:
             torch._foreach_copy_(self._tensors, live.tensors)
 
-    def _rebuild(
-        self, leaves: Sequence[Any], spec: TreeSpec, feed: Mapping[int, Microbatch], maker: Feed
-    ) -> dict[int, Microbatch]:
-        tensors = iter(self._tensors)
-        static = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        values, numbers = tree_unflatten(static, spec)
-        first = next(iter(feed.values()), None)
-        normaliser = None if first is None else first.normaliser
-        if normaliser is not None:
-            normaliser = normaliser.with_numbers(numbers)
-        return {
-            number: maker.repeated(Microbatch(inputs, targets, weight, form), normaliser, loss_scale)
-            for number, inputs, targets, weight, form, loss_scale in values
-        }
+    def _rebuild(self, spec: TreeSpec | None) -> Any:
+        if spec is None:
+            return next(self._leaves)
+        return tree_unflatten([next(self._leaves) for _ in range(spec.num_leaves)], spec)
 
 
 def _is_known(leaf: Any) -> bool:
