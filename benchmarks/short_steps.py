@@ -1,9 +1,9 @@
 """The bench `short-steps`: steps so short that the host takes longer than the GPU, with and without graphs.
 
 Plain torch is the usual loop: zero_grad, forward, loss, backward, a fused AdamW. Networks are in float32, and
-GPT-2 in bf16 beside plain torch compiled with its loss (one-gpu), and in microbatches beside echelon itself. All train on the same batch, on the device,
-and their losses must agree, or there is no result. `share_of_peak` as in one-gpu; `replayed` is 1 where
-graphs=auto has chosen to replay.
+GPT-2 in bf16, beside plain torch compiled with its loss (one-gpu); in microbatches beside echelon itself. All
+train on the same batch, on the device, and their losses must agree, or there is no result. `share_of_peak` as
+in one-gpu; `replayed` is 1 where graphs=auto has chosen to replay.
 """
 
 import dataclasses
