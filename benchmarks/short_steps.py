@@ -151,4 +151,5 @@ def _rows(
 
 def _replays(engine: Engine) -> bool:
     runner = engine._runner
-    return isinstance(runner, FlushedRunner) and runner.graphs is not None and runner.graphs.has_replayed
+    graphs = runner.graphs if isinstance(runner, FlushedRunner) else None
+    return graphs is not None and graphs.enters_other_nodes

@@ -31,9 +31,9 @@ class SidePasses(StepRunner):
     graphs: "GraphedPasses | None" = None  # where passes may be recorded
 
     @property
-    def _has_replayed(self) -> bool:
-        """Return whether the last passes entered no node into a graph of autograd."""
-        return self.graphs is not None and self.graphs.has_replayed
+    def _enters_other_nodes(self) -> bool:
+        """Return whether the last passes were recorded or replayed."""
+        return self.graphs is not None and self.graphs.enters_other_nodes
 
     def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         """Run passes by their instructions."""

@@ -220,7 +220,7 @@ class FlushedRunner(SidePasses):
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
-        self._update.took_other_way = not self._has_replayed and self._ways.is_new()
+        self._update.took_other_way = not self._enters_other_nodes and self._ways.is_new()
         super().norm(self.tallies.joined(), own=self.tallies.own)
 
     def publish(self) -> None:

@@ -132,13 +132,13 @@ class CudaTiming:
 def _noted_waits() -> Iterator[list[str]]:
     """List the waits of the host for the device inside; other warnings are given at the end."""
     before, noted = torch.cuda.get_sync_debug_mode(), list[str]()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             yield noted
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     for each in caught:
         if _SYNCHRONIZES in str(each.message):
             noted.append(str(each.message))

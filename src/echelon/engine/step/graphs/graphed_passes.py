@@ -90,6 +90,7 @@ class GraphedPasses:
 
     def __init__(self, run: Passes, surroundings: Surroundings, recorder: Recorder) -> None:
         self._run_as_is, self._around, self._recorder = run, surroundings, recorder
+        self._loss = surroundings.loss()  # the engine's own
         self._always = surroundings.plan.graphs == "true"
         self._modules = [each for root in surroundings.local.modules for each in root.modules()]
         self._parameters = list(
@@ -99,7 +100,7 @@ class GraphedPasses:
         self._forms: dict[Hashable, _Form] = {}
         self._constants: Constants | None = None
         self._num_changes = 0
-        self.has_replayed = False  # in the last step
+        self.enters_other_nodes = False  # into graphs of autograd, in the last step, than passes as they are
         self.reason: str | None = None  # why nothing is recorded any more
 
     def describe(self) -> str:
@@ -122,8 +123,8 @@ class GraphedPasses:
 
     def run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         """Take microbatches forward and back; returns the tally of their losses."""
-        self.has_replayed = False
-        if self.reason is not None or is_seen(self._around.observers) or self._has_gradients():
+        self.enters_other_nodes = False
+        if self.reason is not None or self._is_special():
             return self._run_as_is(script, feed)
         live = LiveFeed(feed)
         if live.foreign is not None:
@@ -136,7 +137,10 @@ class GraphedPasses:
             return self._before_recording(form, script, feed, live)
         return self._with_recording(form, script, feed, live)
 
-    def _has_gradients(self) -> bool:
+    def _is_special(self) -> bool:
+        """Return whether these passes are watched, add to gradients, or compute another loss."""
+        if is_seen(self._around.observers) or self._around.loss() is not self._loss:
+            return True
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def _compare_constants(self) -> None:
@@ -152,7 +156,7 @@ class GraphedPasses:
         if self.reason is not None:
             return None
         autocast = torch.is_autocast_enabled(self._around.device.type)
-        key = (live.key(), script.sums, id(self._around.loss()), autocast, torch.is_grad_enabled())
+        key = (live.key(), script.sums, autocast, torch.is_grad_enabled())
         if key not in self._forms and len(self._forms) == _MOST_FORMS:
             self._give_up(f"batches have more than {_MOST_FORMS} forms")
             return None
@@ -188,7 +192,7 @@ class GraphedPasses:
         """Run passes as they are, and see what no replay would do."""
         form.is_probed = True
         try:
-            constants = self._constants or Constants(self._modules, [self._around.loss()])
+            constants = self._constants or Constants(self._modules, [self._loss])
         except TooManyOwnersError:
             self._give_up("the model holds too many Python objects to compare in each step")
             return self._run_as_is(script, feed)
@@ -213,7 +217,7 @@ class GraphedPasses:
         if not self._recorder.has_room():
             self._give_up("the device has no memory for a recording beside them")
             return False
-        static = StaticFeed(live, feed, self._around.feed)
+        static, self.enters_other_nodes = StaticFeed(live, feed, self._around.feed), True
         try:
             with self._around.aside():
                 form.recording = self._recorder.record(
@@ -251,7 +255,7 @@ class GraphedPasses:
         self._replay(form, live)
         for parameter, gradient in zip(self._parameters, form.recording.outputs.gradients, strict=True):
             parameter.grad = gradient
-        self.has_replayed = True
+        self.enters_other_nodes = True
         self._around.start_spans()
         return form.recording.outputs.tally
 
