@@ -45,7 +45,7 @@ def test_every_cell_of_the_table_is_a_training_of_its_ranks() -> None:
     assert [cell for cell, training in trainings.items() if cell.ranks != training.ranks] == []
     named = {name for plan in {training.plan for training in trainings.values()} for name in _words(plan)}
     if trainings:
-        assert named == set(Plan.__dataclass_fields__)
+        assert named == set(Plan.__dataclass_fields__) - {"graphs"}  # of which a CPU has none
 
 
 def _words(plan: Plan) -> set[str]:
