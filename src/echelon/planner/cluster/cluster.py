@@ -21,6 +21,10 @@ class Device:
     attention        share of `flops` that fused attention reaches, forward; backward is slower
     stream           share of `bandwidth` that kernels reach which only read and write
     launch           seconds of a kernel that has nothing to do
+    kernels          share of `stream` that kernels between products reach
+    update           share of `stream` that the optimizer's update reaches
+    host_layer       seconds of a pass through a layer in which a processor issues kernels, and no more
+    host_update      the same of a layer's update
     reserve          bytes that are always taken: a context, and what NCCL allocates
     """
 
@@ -36,6 +40,10 @@ class Device:
     attention: float = 0.5
     stream: float = 0.8
     launch: float = 5e-6
+    kernels: float = 1.0
+    update: float = 1.0
+    host_layer: float = 0.0
+    host_update: float = 0.0
     reserve: float = 1.5e9
 
     def rate(self, precision: str) -> float:

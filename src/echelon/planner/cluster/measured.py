@@ -5,8 +5,7 @@ to memory that is new each time, as those of a step do.
 """
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -14,9 +13,15 @@ import torch
 from torch import nn
 
 from echelon.planner.cluster.cluster import Cluster, Device, Link
+from echelon.planner.cluster.layer_times import (
+    LayerTimes,
+    measure_layers,
+    seconds_of,
+    typical_layers,
+    with_layers,
+)
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SECONDS = 0.06  # that one figure takes
 _PROCESS = 0.3e9  # bytes of a rank before it holds a model
 _MESSAGE = 0.25  # of the bandwidth: a message is written and read by both
 _LATENCY = 100e-6  # of a collective over shared memory: benchmarks/results/collectives.json has it by size
@@ -35,12 +40,13 @@ PROCESSOR, GPU = Sizes(512, 256, 2**20), Sizes(8192, 4096, 2**27)
 
 class Figures(NamedTuple):
     """Operations per second of products by type, and of fused attention; bytes per second of kernels that
-    only read and write; seconds of an operation on one number."""
+    only read and write; seconds of an operation on one number. `layers`: of a processor."""
 
     flops: dict[str, float]
     attention: float
     stream: float
     launch: float
+    layers: Sequence[LayerTimes] = ()
 
 
 def measure(device: torch.device, sizes: Sizes = PROCESSOR) -> Figures:
@@ -49,21 +55,23 @@ def measure(device: torch.device, sizes: Sizes = PROCESSOR) -> Figures:
     finish = torch.cuda.synchronize if is_gpu else lambda: None
     one = torch.zeros(1, device=device)
     numbers = torch.zeros(sizes.numbers, device=device)
-    stream = 12 * sizes.numbers / _seconds(lambda: numbers + numbers, finish)
+    stream = 12 * sizes.numbers / seconds_of(lambda: numbers + numbers, finish)
     return Figures(
         {name: _product_rate(sizes, dtype, device, finish) for name, dtype in _TYPES.items()},
         _attention_rate(sizes, torch.bfloat16 if is_gpu else torch.float32, device, finish),
         stream,
-        _seconds(lambda: one + one, finish),
+        seconds_of(lambda: one + one, finish),
+        () if is_gpu else measure_layers(),
     )
 
 
 def typical(figures: list[Figures]) -> Figures:
     """The median of what ranks have measured: one that was disturbed does not count."""
-    return Figures(
-        {name: median(each.flops[name] for each in figures) for name in figures[0].flops},
-        *(median(getattr(each, name) for each in figures) for name in ("attention", "stream", "launch")),
+    attention, stream, launch = (
+        median(getattr(each, name) for each in figures) for name in ("attention", "stream", "launch")
     )
+    flops = {name: median(each.flops[name] for each in figures) for name in figures[0].flops}
+    return Figures(flops, attention, stream, launch, typical_layers([each.layers for each in figures]))
 
 
 def cpu_cluster(figures: Figures, count: int, link: Link | None = None) -> Cluster:
@@ -84,7 +92,10 @@ def cpu_cluster(figures: Figures, count: int, link: Link | None = None) -> Clust
         reserve=_PROCESS,
     )
     link = link or Link(_MESSAGE * figures.stream, _LATENCY)
-    return Cluster(device, count, count, link, link, link, host_memory=memory, host_bandwidth=figures.stream)
+    cluster = Cluster(
+        device, count, count, link, link, link, host_memory=memory, host_bandwidth=figures.stream
+    )
+    return with_layers(cluster, figures.layers) if figures.layers else cluster
 
 
 def _product_rate(
@@ -93,7 +104,7 @@ def _product_rate(
     rows, width = sizes.rows, sizes.width
     inputs = torch.ones(rows, width, dtype=dtype, device=device)
     weights = torch.ones(3 * width, width, dtype=dtype, device=device)
-    return 6 * rows * width**2 / _seconds(lambda: nn.functional.linear(inputs, weights), finish)
+    return 6 * rows * width**2 / seconds_of(lambda: nn.functional.linear(inputs, weights), finish)
 
 
 def _attention_rate(
@@ -106,17 +117,4 @@ def _attention_rate(
     def attend() -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
 
-    return 2 * heads * length**2 * width / _seconds(attend, finish)
-
-
-def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
-    """The median seconds of a few rounds."""
-    work()
-    finish()
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < _SECONDS:
-        start = time.perf_counter()
-        work()
-        finish()
-        times.append(time.perf_counter() - start)
-    return max(median(times), 1e-9)
+    return 2 * heads * length**2 * width / seconds_of(attend, finish)

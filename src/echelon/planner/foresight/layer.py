@@ -176,7 +176,7 @@ def _stream(
     if settings.compiled:  # most of these kernels become one
         size *= _COMPILED
     wide = 4.0 if settings.precision == "fp64" else 2.0 if settings.precision == "fp32" else 1.0
-    return stream_seconds(cluster.device, wide * size * tokens)
+    return stream_seconds(cluster.device, wide * size * tokens) / cluster.device.kernels
 
 
 def _tensor_seconds(shape: ModelShape, cluster: Cluster, settings: Settings, tokens: int) -> float:

@@ -91,11 +91,12 @@ def _layer(
     expert_hidden = min(practice.hide_expert * expert, compute)
     device = compute + recompute + tensor + context + expert - tensor_hidden - context_hidden - expert_hidden
     data, data_hidden = _gathers(shape, cluster, practice, settings, sparse, compute + recompute)
-    host = practice.host_layer * times * (practice.host_sparse if sparse else 1)
+    host = times * (practice.host_sparse if sparse else 1) * (1 / 2 if settings.compiled else 1)
+    waiting = max(0.0, practice.host_layer * host - device) + cluster.device.host_layer * host
     return Pass(
         compute,
         recompute,
-        max(0.0, (host / 2 if settings.compiled else host) - device),
+        waiting,
         tensor - tensor_hidden,
         context - context_hidden,
         expert - expert_hidden,

@@ -119,7 +119,8 @@ class Forecast:
     def _compute_once(self, key: Settings) -> _Once:
         kinds = stage_kinds(self.shape, key.pipeline, key.chunks)
         parameters = [stage_parameters(self.shape, key, stage) for stage in kinds]
-        end = step_end(self.cluster, self.practice, key, parameters)
+        layers = max(stage.layers for stage in kinds)
+        end = step_end(self.cluster, self.practice, key, parameters, layers)
         memory = tuple(
             fixed_memory(self.shape, self.practice, key, stage, counts)
             for stage, counts in zip(kinds, parameters, strict=True)

@@ -27,14 +27,16 @@ def step_end(
     practice: Practice,
     settings: Settings,
     parameters: Sequence[tuple[float, float]],
+    layers: float = 0.0,
 ) -> StepEnd:
-    """Return what the end of a step takes, of stages with so many `parameters`: dense, and of experts."""
+    """Return what the end of a step takes, of stages with so many `parameters`: dense, and of experts. Each
+    has at most so many `layers`."""
     if settings.frozen:
         return StepEnd(0.0, 0.0, 0.0)
     states = [stage_states(settings, counts) for counts in parameters]
     return StepEnd(
         max(_exchange(cluster, practice, settings, counts) for counts in parameters),
-        max(_update(cluster, settings, each) for each in states),
+        max(_update(cluster, settings, each, layers) for each in states),
         max(_copies(cluster, settings, each) for each in states),
     )
 
@@ -66,13 +68,25 @@ def _exchange(
     return seconds
 
 
-def _update(cluster: Cluster, settings: Settings, states: StateBytes) -> float:
-    if "optimizer" in settings.offload:
-        return 0.0
+def update_bytes(settings: Settings, parameters: float) -> float:
+    """Bytes that the update of so many parameters, all of them on one rank, reads and writes."""
+    return _moved_by_update(stage_states(settings, (parameters, 0.0)), settings)
+
+
+def _moved_by_update(states: StateBytes, settings: Settings) -> float:
     shards = settings.shards if settings.zero else 1  # each rank updates its shard
     gradients = states.gradients / (shards if settings.zero == 1 else 1)
     weights = states.parameters / (shards if settings.zero in (1, 2) else 1)
-    return stream_seconds(cluster.device, _UPDATE_PASSES * states.optimizer + 2 * gradients + weights)
+    return _UPDATE_PASSES * states.optimizer + 2 * gradients + weights
+
+
+def _update(cluster: Cluster, settings: Settings, states: StateBytes, layers: float) -> float:
+    if "optimizer" in settings.offload:
+        return 0.0
+    device = cluster.device
+    own = layers / (settings.shards if settings.zero else 1)  # of its layers' weights, those of its shard
+    streamed = stream_seconds(device, _moved_by_update(states, settings))
+    return streamed / device.update + own * device.host_update
 
 
 def _copies(cluster: Cluster, settings: Settings, states: StateBytes) -> float:
