@@ -9,6 +9,7 @@ import pytest
 from echelon.train.events import METRICS, Evaluated, GateLoad, RolledBack, Started, Stepped, read_metrics
 from echelon.train.run import Logbook
 from echelon.train.runs.run_folder import RunFolder
+from echelon.train.trackers.trackers import Trackers
 
 
 def test_the_load_of_the_busiest_expert_is_a_multiple_of_the_fair_share() -> None:
@@ -24,15 +25,20 @@ def stepped(step: int, loss: float = 1.0) -> Stepped:
     return Stepped(step, loss, 0.5, 1e-3, 1000, 0.1, 7, 0.2, 0.1, 100, experts=(GATE,))
 
 
+def logbook_of(folder: RunFolder) -> Logbook:
+    """One of several in this process, where trackers would write the same file."""
+    return Logbook(folder, Trackers({}, folder, {}))
+
+
 def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a", {})
-    logbook = Logbook(folder)
+    logbook = logbook_of(folder)
     logbook.take(Started(42, 9000, "stdlib", "cpu"))
     for event in (stepped(1), stepped(2), Evaluated(2, math.nan), stepped(3), stepped(4)):
         logbook.take(event)
     with (folder.path / METRICS).open("a", encoding="utf-8") as file:
         file.write('{"kind": "rollback", "step": 2}\n{"kind": "step", "st')  # the process was killed
-    later = Logbook(folder)
+    later = logbook_of(folder)
     later.take(Started(42, 9000, "stdlib", "cpu", after_step=2))
     later.take(stepped(3, 0.5))
     assert kinds_and_steps(folder.path / METRICS) == [
@@ -58,13 +64,13 @@ def test_a_rollback_that_a_killed_process_did_not_write_is_written_in_its_place(
 ) -> None:
     # Rank 0 went back to step 2, and saved that; its parent was killed before it had read that message.
     folder = RunFolder.create(tmp_path, "a", {})
-    logbook = Logbook(folder)
+    logbook = logbook_of(folder)
     logbook.take(Started(42, 9000, "stdlib", "cpu"))
     for step in range(1, last + 1):
         logbook.take(stepped(step))
     rollbacks = (RolledBack(2, 5, "the loss jumped", 2, 5, 1, 3), RolledBack(2, 4, "again", 5, 7, 2, 3))
     for _ in range(2):  # the second time they are there
-        later = Logbook(folder)
+        later = logbook_of(folder)
         later.take(Started(42, 9000, "stdlib", "cpu", after_step=last, rollbacks=rollbacks))
         after = [("step", step) for step in range(3, last + 1)]
         expected = [("step", 1), ("step", 2), ("rollback", 2), ("rollback", 2), *after]
@@ -74,7 +80,7 @@ def test_a_rollback_that_a_killed_process_did_not_write_is_written_in_its_place(
 
 def test_a_run_that_starts_from_the_beginning_again_forgets_all(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "a", {})
-    logbook = Logbook(folder)
+    logbook = logbook_of(folder)
     for event in (Started(42, 9000, "stdlib", "cpu"), stepped(1), Started(42, 9000, "stdlib", "cpu")):
         logbook.take(event)
     assert (folder.path / METRICS).read_text(encoding="utf-8") == ""

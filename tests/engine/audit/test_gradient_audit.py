@@ -8,6 +8,7 @@ import random
 import re
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -513,6 +514,23 @@ def test_an_audit_changes_no_pipedream(warm_ranks: Warm) -> None:
     (losses, state), (audited, same) = (ranks.run(pipedream, audit)[0] for audit in ("off", "sampled"))
     assert losses == audited
     assert all(torch.equal(one, other) for one, other in zip(state, same, strict=True))
+
+
+def audited_while_the_host_updates(plan: str) -> list[str]:
+    torch.manual_seed(0)
+    adam = partial(torch.optim.Adam, lr=1e-2)
+    engine = echelon.parallelize(plain(), plan, optimizer=adam, loss=mean_loss)
+    found = []
+    for step in range(4):
+        engine.step(engine.local(batch(step)))
+        found.append(str(engine.audit[1]))
+    return found
+
+
+def test_an_audit_waits_for_weights_that_the_host_updates(warm_ranks: Warm) -> None:
+    # One device computed with memory that had no weights yet, and the plan was refused.
+    plan = "data=2 update=last-backward offload=optimizer"
+    assert warm_ranks(2).run(audited_while_the_host_updates, plan)[0] == ["gradients: held"] * 4
 
 
 def refused_on(plan: str, model: Callable[[], nn.Module], loss: Loss, samples: int) -> str:

@@ -79,7 +79,7 @@ def test_one_synchronisation_per_step_of_two_psi(warm_ranks: Warm, microbatches:
         assert rows == [
             ("all_gather", "loss counts", 1, 2 * 24),
             ("all_reduce", "gradients", 1, 2 * 2 * size // 3),
-            ("all_reduce", "metrics", 1, 2 * 2 * 72 // 3),
+            ("all_reduce", "metrics", 1, 2 * 2 * 80 // 3),
             ("all_reduce", "used parameters", 1, 2 * 2 * flags // 3),
         ]
 

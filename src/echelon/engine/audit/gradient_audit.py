@@ -128,6 +128,8 @@ class GradientAudit:
             return self._audit(choose, step)
 
     def _audit(self, choose: Callable[..., AuditBatch | None], step: int) -> AuditResult:
+        for sharing in self._local.sharings:  # of the last update, which the host may still make
+            sharing.wait_for_weights(sharing.local_parameters())
         try:
             with self._device.ready():
                 compared = self._compare(choose, step)
