@@ -11,10 +11,10 @@ import echelon
 from echelon.errors import UserError
 from echelon.nn.layering import name_layers
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.called_stage import AbsentTensor, CalledStage
+from echelon.parallel.called_stage import AbsentTensor, CalledStage, CountedLayer
 from echelon.parallel.pipeline import even_boundaries, split_model
-from echelon.verify import assert_equal
-from tests.cases import adamw, mean_loss
+from echelon.verify import Case, assert_equal
+from tests.cases import adamw, mean_loss, vectors
 from tests.unlisted_models import Diffusion, Lightning, NanoGPT, case, noisy, tokens
 
 PIPELINES = ((NanoGPT, "transformer.h"), (Lightning, None), (Diffusion, "blocks"))
@@ -45,6 +45,25 @@ def test_every_layer_may_be_a_stage() -> None:
     assert_equal(case(NanoGPT, layers="transformer.h"), "pipeline=4 microbatches=4 schedule=gpipe")
 
 
+class Loop(nn.Module):
+    """Layers alone: in several stages of one rank there may be no weights around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_a_rank_may_have_several_stages() -> None:
+    # Each layer told the last one alone of its calls, and stages called layers that this rank does not have.
+    plan = "pipeline=2 chunks=2 schedule=interleaved microbatches=2"
+    assert_equal(Case(Loop, vectors, mean_loss, adamw, steps=3, options={"layers": "blocks"}), plan)
+
+
 def make_stages(model: nn.Module, layers: str, number: int = 2) -> list[CalledStage]:
     name_layers(model, layers)
     stages = split_model(model, even_boundaries(model, number)).stages
@@ -58,7 +77,8 @@ def run(stages: Sequence[CalledStage], *inputs: Tensor) -> Any:
     for number, stage in enumerate(stages):
         stage.inputs = echelon.Inputs(*inputs)
         with Wrapping() as wrapping:
-            stage.connect(wrapping)
+            for place, layer in enumerate(stage.all_layers):
+                wrapping.wrap(CountedLayer(layer, stages, place))
             value = stage(*inputs) if number == 0 else stage(value)
     return value
 

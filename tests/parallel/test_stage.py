@@ -12,13 +12,10 @@ from echelon.parallel.data.parameter_set import ParameterSet, SharedGradient, na
 from echelon.parallel.data.sharing import Sharing, SingleReplica, Storages
 from echelon.parallel.data.zero.zero import Zero
 from echelon.parallel.stage import (
-    CallCounts,
     LocalStages,
-    MovedNumbers,
     Stage,
     iterated_modules,
     no_iteration,
-    whole_numbers,
 )
 from echelon.program import build
 from echelon.state.ownership import LocalParameter, OwnedSlice, whole_slice
@@ -254,64 +251,20 @@ def test_nothing_iterates_inside_and_dropout_goes_on(normalise: object) -> None:
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.seen, self.scale, self.is_used = 0, 0, 1.0, False
+        self.calls, self.seen = 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls, self.seen, self.is_used = self.calls + 1, self.seen + len(x), True
-        return x
+        self.calls, self.seen = self.calls + 1, self.seen + len(x)
+        return x + self.calls
 
 
-def test_numbers_are_whole_ones_of_the_users_modules() -> None:
-    inner = Counting()
-    model = nn.Sequential(inner, nn.Linear(2, 2), nn.Dropout())
-    assert whole_numbers(model.modules()) == {(inner, "calls"): 0, (inner, "seen"): 0}
-    moved = MovedNumbers(model.modules())
-    inner(torch.zeros(3, 2))
-    assert moved.now() == {("Counting.calls", 1), ("Counting.seen", 3)}
-    assert moved.slots(by=3) == [(inner, "seen")]
-
-
-def test_counters_of_calls_count_steps_and_others_all_samples() -> None:
-    model, batch, read = nn.Sequential(Counting(), Counting()), torch.zeros(3, 2), []
-    counts = CallCounts(model)
+def test_each_microbatch_begins_with_what_counts_steps() -> None:
+    layer = Counting()
+    stage = single(layer).stages[0]
+    stage.counted = [(layer, "calls")]
+    read = []
     for _ in range(2):
-        with counts.first_pass():
-            model(batch)
-        for _ in range(2):
-            with counts.another_pass():
-                read.append([layer.calls for layer in model])
-                model(batch)
-    assert read == [[0, 0]] * 2 + [[1, 1]] * 2
-    assert [(layer.calls, layer.seen) for layer in model] == [(2, 18)] * 2
-
-
-def test_a_layer_that_runs_again_begins_with_its_own_numbers() -> None:
-    model = nn.Sequential(Counting(), Counting())
-    counts = CallCounts(model)
-    with counts.first_pass():
-        model(torch.zeros(1, 2))
-    with counts.another_pass(model[1]):
-        assert [layer.calls for layer in model] == [1, 0]
-        model[1](torch.zeros(1, 2))
-    assert [layer.calls for layer in model] == [1, 1]
-
-
-def test_a_first_pass_that_raises_shows_nothing() -> None:
-    model = Counting()
-    counts = CallCounts(model)
-    with pytest.raises(ZeroDivisionError), counts.first_pass():
-        raise ZeroDivisionError
-    with counts.first_pass():
-        model(torch.zeros(1, 2))
-    assert counts.slots == [(model, "calls"), (model, "seen")]
-
-
-def test_what_counts_samples_is_told_by_one_device() -> None:
-    model = Counting()
-    counts = CallCounts(model)
-    with counts.first_pass():
-        model(torch.zeros(1, 2))
-    of_device = {("Counting.calls", 1), ("Counting.seen", 2)}
-    assert counts.drop(of_device)
-    assert counts.slots == [(model, "calls")]
-    assert not counts.drop(of_device)
+        stage.start_step()
+        read.append([float(stage.forward(torch.zeros(3, 1))[0]) for _ in range(3)])
+    assert read == [[1, 1, 1], [2, 2, 2]]
+    assert (layer.calls, layer.seen) == (2, 18)

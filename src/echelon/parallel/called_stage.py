@@ -91,7 +91,7 @@ class CalledStage(nn.Module):
         self, model: nn.Module, layers: Sequence[nn.Module], begin: int, end: int, names: Names
     ) -> None:
         super().__init__()
-        self._whole, self._all, self._begin, self._end = (model,), tuple(layers), begin, end
+        self._whole, self.all_layers, self._begin, self._end = (model,), tuple(layers), begin, end
         self._names = names
         self._layers = nn.ModuleList(layers[begin:end])
         containers, beside = around_layers(model, layers)
@@ -104,6 +104,7 @@ class CalledStage(nn.Module):
         self._received: Any = None
         self._last_output: Any = None
         self._place = 0  # the layer that is to be called next
+        self.is_running = False  # and not another stage of this rank
 
     def layers(self) -> list[nn.Module]:
         return list(self._layers)
@@ -114,7 +115,7 @@ class CalledStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The first stage takes the inputs of a microbatch, and each other what the one before returned."""
-        self._place = 0
+        self._place, self.is_running = 0, True
         try:
             if self._begin == 0:
                 output = self.model(*args, **kwargs)
@@ -125,8 +126,11 @@ class CalledStage(nn.Module):
             output = self._last_output
         finally:
             self._received = self._last_output = None
-        if self._place != min(self._end + 1, len(self._all)):
-            raise self._error(f"calls {self._place} of its {len(self._all)} layers in their order, and ends")
+            self.is_running = False
+        if self._place != min(self._end + 1, len(self.all_layers)):
+            raise self._error(
+                f"calls {self._place} of its {len(self.all_layers)} layers in their order, and ends"
+            )
         self._check_present(output, "what it returns")
         return output
 
@@ -144,7 +148,7 @@ class CalledStage(nn.Module):
         self._check_present(arguments, f"an argument of layer {place}")
 
     def leave(self, place: int, output: Any) -> None:
-        if place == self._end - 1 and self._end < len(self._all):
+        if place == self._end - 1 and self._end < len(self.all_layers):
             self._last_output = output
 
     def _advance(self, place: int) -> None:
@@ -163,11 +167,8 @@ class CalledStage(nn.Module):
             "alone; give the model layers() -> list[nn.Module], or use pipeline=1"
         )
 
-    def connect(self, wrapping: Wrapping) -> None:
-        """Let the model's layers tell this stage when they are called."""
-        for place, layer in enumerate(self._all):
-            kind = OwnLayer if self._begin <= place < self._end else SkippedLayer
-            wrapping.wrap(kind(layer, self, place))
+    def has(self, place: int) -> bool:
+        return self._begin <= place < self._end
 
     def outside_buffers(self) -> dict[str, Tensor]:
         in_layers = {module for layer in self._layers for module in layer.modules()}
@@ -193,45 +194,39 @@ class CalledStage(nn.Module):
                     yield self._names.buffer(module, name), buffer
 
 
-class _CountedLayer(Wrapper):
-    """A layer of a model in stages. A copy of a model is called as if it were not there."""
+@final
+class CountedLayer(Wrapper):
+    """A layer of a model in stages, of which this rank may have several: the one that runs is told of a call.
+    A copy of a model is called as if it were not there."""
 
     entry: ClassVar[str] = "stage"
 
-    def __init__(self, module: nn.Module, stage: CalledStage, place: int) -> None:
+    def __init__(self, module: nn.Module, stages: Sequence[CalledStage], place: int) -> None:
         super().__init__(module)
-        self._stage: CalledStage | None = stage
-        self._place = place
+        self._stages, self._place = tuple(stages), place
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stage": None}
+        return self.__dict__ | {"_stages": ()}
 
-
-@final
-class OwnLayer(_CountedLayer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stage is None:
+        stage = next((each for each in self._stages if each.is_running), None)
+        if stage is None:
             return self.inner(*args, **kwargs)
-        self._stage.enter(self._place, (args, kwargs))
+        if not stage.has(self._place):  # its weights are on another rank, or in another stage of this one
+            return stage.skip(self._place)
+        stage.enter(self._place, (args, kwargs))
         output = self.inner(*args, **kwargs)
-        self._stage.leave(self._place, output)
+        stage.leave(self._place, output)
         return output
-
-
-@final
-class SkippedLayer(_CountedLayer):
-    """A layer of another stage: this rank does not have its weights."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs) if self._stage is None else self._stage.skip(self._place)
 
 
 def connect_stages(local: LocalStages, wrapping: Wrapping, observers: Observers) -> None:
     """Let the stages that run the model's own forward see its layers and the inputs of each microbatch."""
     stages = {n: stage.module for n, stage in local.stages.items() if isinstance(stage.module, CalledStage)}
-    for stage in stages.values():
-        stage.connect(wrapping)
     if stages:
+        layers = next(iter(stages.values())).all_layers
+        for place, layer in enumerate(layers):
+            wrapping.wrap(CountedLayer(layer, list(stages.values()), place))
         observers.add(StageInputs(stages))
 
 

@@ -4,7 +4,7 @@ Its layers are called in order; its parameter sets are each shared in a way of t
 interpreter speaks to stages alone. What a rank does with all of its stages at once is in `LocalStages`.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from echelon.nn.autograd.leaves import used_once
 from echelon.nn.batch import call_stage
 from echelon.nn.layering import listed_layers
+from echelon.nn.whole_numbers import NumberSlot, attributes, attributes_as
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.data.gradients import sum_tied, sum_within_stage
 from echelon.parallel.data.sharing import Problem, Sharing, Storages
@@ -43,7 +44,8 @@ class Stage:
         self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
         self._smallest_unit = smallest_unit
         self._iterated = iterated_modules(module)
-        self.counts = CallCounts(module)
+        self.counted: list[NumberSlot] = []  # numbers that count steps, as audits have found
+        self._counted_before: dict[NumberSlot, Any] = {}  # the first forward pass of this step
         self._num_forwards = 0  # in this step
         self._has_seen_graph = False
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
@@ -81,9 +83,9 @@ class Stage:
     def forward(self, value: Any) -> Any:
         self.mark_run()
         if self._num_forwards == 1:
-            with self.counts.first_pass():
-                return call_stage(self.module, value)
-        with no_iteration(self._iterated), self.counts.another_pass():
+            self._counted_before = attributes(self.counted)
+            return call_stage(self.module, value)
+        with no_iteration(self._iterated), attributes_as(self._counted_before):
             return call_stage(self.module, value)
 
     def start_backward(self, *, last: bool) -> None:
@@ -131,7 +133,6 @@ class Stage:
     @contextmanager
     def second_run(self, layer: nn.Module) -> Iterator[None]:
         with ExitStack() as around:
-            around.enter_context(self.counts.another_pass(layer))
             for sharing in self.sharings:
                 around.enter_context(sharing.second_run(layer))
             yield
@@ -283,94 +284,3 @@ def no_iteration(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _hooks(module: nn.Module) -> list[SpectralNorm]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-
-
-# Counters of calls, which a forward keeps in attributes of its modules (self.calls += 1). On one device they
-# count steps: so every microbatch, and every second run of a layer, begins with the number of the first.
-
-NumberSlot = tuple[nn.Module, str]
-
-
-def whole_numbers(modules: Iterable[nn.Module]) -> dict[NumberSlot, int]:
-    """Return the attributes of the user's modules that are whole numbers."""
-    return {
-        (module, name): value
-        for module in modules
-        if not type(module).__module__.startswith(("torch.", "echelon."))
-        for name, value in vars(module).items()
-        if type(value) is int
-    }
-
-
-@final
-class MovedNumbers:
-    """The whole numbers that something changes after this is made."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
-        self._before = whole_numbers(self._modules)
-
-    def slots(self, by: int) -> list[NumberSlot]:
-        """Return those that went up `by` so much."""
-        after = whole_numbers(self._modules)
-        return [slot for slot, number in self._before.items() if after.get(slot) == number + by]
-
-    def now(self) -> set[tuple[str, int]]:
-        """Return by how much each has moved, as ("Model.calls", 1)."""
-        after = whole_numbers(self._modules).items()
-        moved = [(slot, number - self._before.get(slot, number)) for slot, number in after]
-        return {(_label(*slot), by) for slot, by in moved if by}
-
-
-@final
-class CallCounts:
-    """The numbers that the first forward pass of a stage has raised by one."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        self._stage = stage
-        self.slots: list[NumberSlot] = []
-        self._is_known = False
-        self._before: list[int] = []  # of the first forward pass of this step
-
-    @contextmanager
-    def first_pass(self) -> Iterator[None]:
-        if self._is_known:
-            self._before = [vars(module)[name] for module, name in self.slots]
-            yield
-            return
-        numbers = MovedNumbers([*self._stage.modules(), *getattr(self._stage, "containers", ())])
-        yield
-        self.slots, self._is_known = numbers.slots(by=1), True
-        self._before = [vars(module)[name] - 1 for module, name in self.slots]
-
-    def drop(self, moved: Container[tuple[str, int]]) -> bool:
-        """Hold no number that did not go up by one in a pass of one device, which has `moved` these. Returns
-        whether there was one: samples are counted, a microbatch of one too."""
-        kept = [slot for slot in self.slots if (_label(*slot), 1) in moved]
-        self.slots, before = kept, self.slots
-        return kept != before
-
-    @contextmanager
-    def another_pass(self, layer: nn.Module | None = None) -> Iterator[None]:
-        """Inside, numbers (of a layer, if given) are those of before the first pass; then what they were."""
-        if not self.slots:
-            yield
-            return
-        inside = None if layer is None else set(layer.modules())
-        pairs = zip(self.slots, self._before, strict=True)
-        held = {slot: number for slot, number in pairs if inside is None or slot[0] in inside}
-        current = {(module, name): vars(module)[name] for module, name in held}
-        _set_numbers(held)
-        try:
-            yield
-        finally:
-            _set_numbers(current)
-
-
-def _label(module: nn.Module, name: str) -> str:
-    return f"{type(module).__name__}.{name}"
-
-
-def _set_numbers(numbers: Mapping[NumberSlot, int]) -> None:
-    for (module, name), number in numbers.items():
-        vars(module)[name] = number

@@ -410,26 +410,73 @@ def test_no_trace_is_left() -> None:
         model.layer.eval()
         torch.manual_seed(7)
         metrics = engine.step(batch())
-        results.append(
-            (metrics.loss, metrics.grad_norm, model.calls, model.seen.item(), model.layer.training)
-        )
+        results.append((metrics.loss, metrics.grad_norm, model.seen.item(), model.layer.training))
         states.append((torch.get_rng_state(), *engine.full_state_dict().values()))
+        assert model.calls == (2 if audit == "off" else 1), "an audit finds that calls count steps"
     assert results[0] == results[1]
-    assert results[0][2:] == (1, 8.0, False)
+    assert results[0][2:] == (8.0, False)
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
-class CountsTwice(Memory):
+class Squares(Memory):
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls += len(x) ** 2
         return super().forward(x)
 
 
 def test_what_microbatches_count_otherwise_than_one_device_is_said_once() -> None:
-    engine = engine_of(CountsTwice())
-    with pytest.warns(UserWarning, match=r"forwards count something in CountsTwice\.calls, and") as caught:
-        _ = [engine.step(batch(step)) for step in range(2)]
+    engine = engine_of(Squares())
+    with pytest.warns(UserWarning, match="forwards count something in calls, and") as caught:
+        _ = [engine.step(batch(step)) for step in range(4)]
     assert len(caught) == 1
+
+
+class Turns(Memory):
+    """Counts 1, 2, 0, and multiplies by that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = (self.calls + 1) % 3
+        return super().forward(x) * (1 + self.calls)
+
+
+def test_what_calls_move_is_moved_once_in_each_step() -> None:
+    losses = []
+    for plan, audit in (
+        ("data=1", "off"),
+        ("microbatches=4", "sampled"),
+        ("microbatches=2 recompute=full", "first"),
+    ):
+        torch.manual_seed(0)
+        engine = engine_of(Turns(), plan, audit=audit)
+        losses.append([engine.step(batch(step)).loss for step in range(9)])
+    assert losses[1] == pytest.approx(losses[0])
+    assert losses[2] == pytest.approx(losses[0])
+
+
+class Reads(nn.Module):
+    """Each call reads a row of its own, and keeps an output in a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.position = nn.Linear(6, 5), 0
+        self.register_buffer("last", torch.zeros(5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rows(x) + self.position
+        self.position += 1
+        self.last = output.detach().mean(0)
+        return output
+
+
+def test_passes_without_an_update_count_too() -> None:
+    model = Reads()
+    engine = engine_of(model)
+    with pytest.warns(UserWarning, match="in buffers that no checkpoint has: last"):
+        engine.step(batch())
+    engine.evaluate(batch())
+    positions = [float((engine.predict(batch()) - model.rows(batch()[0])).detach().mean()) for _ in range(2)]
+    assert positions == pytest.approx([2, 3])
+    assert model.position == 4
 
 
 class Samples(Memory):

@@ -54,6 +54,11 @@ def test_parts_of_a_model_are_equal(plan: str) -> None:
     check(plan, model="gpt")
 
 
+def test_weights_without_a_gradient_are_not_changed_by_hand() -> None:
+    # The update of their unit gave them another version, as a user's hand does.
+    check("data=2 zero=1 update=backward", model="twice")
+
+
 def test_ranks_add_up_sums_on_the_host() -> None:
     check("data=2 zero=2", adafactor)
 

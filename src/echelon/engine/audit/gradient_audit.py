@@ -37,6 +37,7 @@ from echelon.engine.audit.one_device import CannotCompareError, FailedRunError, 
 from echelon.engine.audit.reference import Reference, Result, Run
 from echelon.engine.model_checks import is_cut
 from echelon.engine.saving.engine_state import EngineState
+from echelon.engine.step.counted_numbers import CountedNumbers
 from echelon.engine.step.missing_operation import missing_operation
 from echelon.engine.step.normaliser import workers_per_update
 from echelon.engine.step.runner import StepRunner
@@ -52,7 +53,6 @@ from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import num_samples
 from echelon.nn.buffer_snapshot import ChangedBuffers
-from echelon.parallel.stage import MovedNumbers
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run, whole_slice
 
 NAME = "gradients"
@@ -60,6 +60,8 @@ _DRAWN = (
     "in evaluation mode alone: the forward draws numbers of its own, which parts of a batch cannot repeat "
     "(docs/data-parallel.md says which they can)"
 )
+_COUNTED = "forwards count something in {}, and each rank and microbatch counts its own share"
+_LEFT = "forwards leave something else than one device in buffers that no checkpoint has: {}"
 
 _DRAWS = 3  # of rounding: where a model amplifies it, one says little
 
@@ -94,7 +96,8 @@ class GradientAudit:
         self._sizes: set[int] = set()  # of parts that the model takes
         self._repeats = True  # whether samples may be given to several replicas and microbatches
         self._modules = state.modules
-        self._told: set[str] = set()  # numbers of modules that were warned of
+        self._numbers = CountedNumbers(reference.model, state.local, agreement)
+        self._told: set[str] = set()  # numbers and buffers that were warned of
 
     @property
     def _type(self) -> torch.dtype:
@@ -117,7 +120,7 @@ class GradientAudit:
         """Raise, on every rank, if the plan would train something else than one device."""
         self._takes_all = all_samples
         if self._mesh.plan.stages > 1:
-            self._share_counts()
+            self._numbers.share()
         choose = partial(choose_samples, batch, traits, new, source, self._mesh, self._agreement)
         with (
             unchanged_weights(self._local.modules, self._mesh.plan, self._agreement.check),
@@ -140,7 +143,6 @@ class GradientAudit:
                     return skipped(NAME, _DRAWN)
                 if self._mesh.plan.flushes and not (compared.found or compared.result.has_drawn):
                     self._check_buffers(compared.result.buffers, step)
-                    self._warn_of_numbers(compared.result.numbers)
         except CannotCompareError as reason:
             return skipped(NAME, str(reason), is_final=reason.is_final)
         except FailedRunError as error:
@@ -154,9 +156,13 @@ class GradientAudit:
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool = True
     ) -> _Compared:
         samples, run, result = self._rehearse(choose, step, training=training)
+        if self._mesh.plan.flushes:
+            self._numbers.learn(result.counted_by)
         generators = GeneratorStates(self._mesh.device, self._modules) if result.has_drawn else None
         with self._watched_hooks() as hooks:
             comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
+        if self._mesh.plan.flushes:
+            self._warn_once(self._numbers.compare(result.counted_by), _COUNTED)
         try:
             result = self._device.gradients(run, comparison.take)
             differences = comparison.differences(self._agreement.group)
@@ -182,47 +188,37 @@ class GradientAudit:
             raise UserError(error)
 
     def _check_buffers(self, plain: Mapping[str, Tensor], step: int) -> None:
-        """Raise if the plan leaves other values than one device in a buffer, which perhaps nothing reads but
-        an evaluation."""
-        shapes: dict[str, list[int]]
-        shapes = self._agreement.gather({name: list(each.shape) for name, each in plain.items()})[0]
-        like = partial(torch.empty, dtype=torch.float64, device="meta")
+        """Raise if the plan leaves something else than one device in a buffer, which perhaps nothing reads
+        but an evaluation; of one that no checkpoint has, say it."""
+        forms: dict[str, list[int]] = {n: [t.is_complex(), *t.shape] for n, t in plain.items()}
+        forms = self._agreement.gather(forms)[0]
+        kinds = (torch.float64, torch.complex128)
+        likes = {n: torch.empty(size, dtype=kinds[kind], device="meta") for n, (kind, *size) in forms.items()}
         gives = self.replica == 0 or self._agreement.group is None  # its buffers to all replicas, or to none
-        kept = [OwnedSlice(whole_slice(name, t), t) for name, t in self._left.items() if name in shapes]
-        comparison, likes = Comparison(kept if gives else []), {n: like(size) for n, size in shapes.items()}
+        left = {name: buffer for name, buffer in self._left.items() if name in likes}
+        others = [name for name, buffer in left.items() if buffer.shape != likes[name].shape]
+        kept = [OwnedSlice(whole_slice(name, t), t) for name, t in left.items() if name not in others]
+        comparison = Comparison(kept if gives else [])
         share_gradients(plain, likes, self._agreement.group, self._mesh.device, comparison.take)
         differences = comparison.differences(self._agreement.group)
-        wrong = [each.name for each in differences if not each.relative <= TOLERANCES[self._type]]
-        if wrong:
+        others += [each.name for each in differences if not each.relative <= TOLERANCES[self._type]]
+        wrong = set(chain(*self._agreement.gather(others)))
+        lasting = sorted(wrong - self._reference.form.temporary.keys())
+        if lasting:
             raise UserError(
                 f"plan '{self._mesh.plan}': step {step + 1} would leave something else than one device in a "
-                f"buffer ({', '.join(wrong[:3])}), which an evaluation may read: each microbatch changes it "
-                "again, or each replica by its own samples; compute it of echelon.gather_samples, or use "
-                "data=1 and microbatches=1; audit='off' trains without this comparison"
+                f"buffer ({', '.join(lasting[:3])}), which an evaluation may read: each microbatch changes "
+                "it again, or each replica by its own samples; compute it of echelon.gather_samples, use "
+                "data=1 and microbatches=1, or register it with persistent=False if it may differ; "
+                "audit='off' trains without this comparison"
             )
+        self._warn_once(wrong, _LEFT)
 
-    def _warn_of_numbers(self, plain: frozenset[tuple[str, int]]) -> None:
-        """Say, once, which attributes the plan moves by more or less than one device does."""
-        of_device = set(map(tuple, self._agreement.gather(sorted(plain))[0]))
-        dropped = [stage.counts.drop(of_device) for stage in self._local.stages.values()]
-        own = set() if any(dropped) else self._moved - of_device
-        rows = self._agreement.gather([name for name, _ in own])
-        found = set(chain(*rows)) - self._told
-        self._told |= found
-        if found and self._agreement.rank == 0:
-            warnings.warn(
-                f"plan '{self._mesh.plan}': forwards count something in {', '.join(sorted(found))}, and each "
-                "rank and microbatch counts its own share, where one device counts all",
-                stacklevel=6,
-            )
-
-    def _share_counts(self) -> None:
-        """Tell all ranks how often the layers of other stages were called: rank 0 runs these too."""
-        names = {module: name for name, module in self._reference.model.named_modules()}
-        slots = [slot for stage in self._local.stages.values() for slot in stage.counts.slots]
-        own = [[names[module], key, vars(module)[key]] for module, key in slots if module in names]
-        for name, key, number in chain(*self._agreement.gather(own)):
-            vars(self._reference.model.get_submodule(name))[key] = number
+    def _warn_once(self, names: set[str], sentence: str) -> None:
+        new = sorted(names - self._told)
+        self._told |= names
+        if new and self._agreement.rank == 0:
+            warnings.warn(f"plan '{self._mesh.plan}': {sentence.format(', '.join(new))}", stacklevel=6)
 
     def _judge(self, compared: _Compared, device: OneDevice) -> str:
         """Return an error, if neither rounding nor other draws explain why gradients differ; that of rank 0
@@ -274,7 +270,8 @@ class GradientAudit:
         if result.gathers and self._runner.replicas.error:
             raise UserError(self._runner.replicas.error)
         self._runner.feed.fixed_count |= result.gathers  # each replica has as many samples in every step
-        if self._repeats and (result.gathers or result.keeps):
+        sees_all = result.gathers or result.changes_buffers or self._numbers.goes_on(result.counted_by)
+        if self._repeats and sees_all:
             self._repeats = False
             return self._rehearse(choose, step, training=training, is_small=is_small)
         if not result.counted:
@@ -304,14 +301,16 @@ class GradientAudit:
             if not training:
                 for module in self._modules:
                     module.training = False
-            buffers, numbers = ChangedBuffers(self._reference.form.buffers), MovedNumbers(self._modules)
+            buffers = ChangedBuffers(self._reference.form.buffers)
+            self._numbers.start()
             if units is not None:  # else gradients are gone when their unit is updated
                 stack.enter_context(units.rehearse(partial(_capture, captured)))
             scope = partial(self._scope, samples, step, generators)
             tally = self._runner.differentiate(samples.local, step, scope, num_samples(samples.whole))
             if units is not None:
                 units.finish_passes()
-            self._left, self._moved = buffers.now(), numbers.now()
+            self._left = buffers.now()
+            self._numbers.stop()
         if self._agreement.group is not None:
             with self._agreement.group.ledger.about("checks"):
                 self._agreement.group.all_reduce(tally)

@@ -147,12 +147,12 @@ class OneDevice:
             failure, is_refusal = str(refusal), True
         except Exception as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        numbers = result and [result.total, result.counted, result.has_drawn, result.gathers, result.keeps]
-        numbers, failure, is_refusal = self._agreement.gather([numbers, failure, is_refusal])[0]
+        told = result and [result.total, result.counted, *result[4:8]]
+        told, failure, is_refusal = self._agreement.gather([told, failure, is_refusal])[0]
         if failure:
             raise UserError(failure) if is_refusal else FailedRunError(failure)
-        total, counted, *flags = numbers
-        return result or Result(None, total, counted, {}, *flags)
+        total, counted, *others = told
+        return result or Result(None, total, counted, {}, *others)
 
     # Weights.
 

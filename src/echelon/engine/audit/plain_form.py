@@ -56,7 +56,7 @@ class PlainForm:
         self._complex = {name for name, parameter in parameters.items() if parameter.is_complex()}
         self._tensors = {module: _tensors(path, module, names) for path, module in model.named_modules()}
         # Buffers in no state dict: no rank can give those that another one has dropped.
-        self._temporary = {
+        self.temporary = {
             f"{path}.{key}".removeprefix("."): buffer
             for path, module in model.named_modules()
             for key, buffer in module._buffers.items()
@@ -90,7 +90,7 @@ class PlainForm:
                 if name is not None and not self._is_here(module._parameters.get(key), name, device):
                     names.append(name)
             for key, name in tensors.buffers.items():
-                if name is not None and module._buffers.get(key) is None and name not in self._temporary:
+                if name is not None and module._buffers.get(key) is None and name not in self.temporary:
                     names.append(name)
         return list(dict.fromkeys(names))
 
@@ -204,7 +204,7 @@ class PlainForm:
         """Return a copy, which a forward may change; one for modules that share a buffer."""
         if name is None:
             return None
-        source = current if current is not None else whole.get(name, self._temporary.get(name))
+        source = current if current is not None else whole.get(name, self.temporary.get(name))
         return None if source is None else clones.setdefault(id(source), source.detach().clone())
 
 

@@ -24,8 +24,8 @@ from echelon.nn.buffer_snapshot import ChangedBuffers
 from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import total_and_count
 from echelon.nn.sample_gathering import Replicas
+from echelon.nn.whole_numbers import moved_numbers, named_numbers
 from echelon.parallel.layer_sharding import LayerSharding
-from echelon.parallel.stage import MovedNumbers
 
 Parameters = Mapping[str, nn.Parameter]
 _REENTRANT = "compatible with .grad()"  # is not, says torch.utils.checkpoint
@@ -60,9 +60,9 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]
     has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
     gathers: bool  # whether it asked for the samples of all replicas
-    keeps: bool  # whether it has changed buffers or numbers
+    changes_buffers: bool
+    counted_by: Mapping[str, int]  # by how much it has moved the whole numbers of its modules
     buffers: Mapping[str, Tensor] = MappingProxyType({})  # that it has changed
-    numbers: frozenset[tuple[str, int]] = frozenset()  # of its modules, and by how much it has moved them
 
 
 @final
@@ -131,7 +131,7 @@ class Reference:
             stack.callback(PythonState(self.model.modules(), self._layers.user_loss).restore)
             if not run.training:
                 self.model.eval()
-            buffers, numbers = ChangedBuffers(self.form.buffers), MovedNumbers(self.model.modules())
+            buffers, numbers = ChangedBuffers(self.form.buffers), named_numbers(self.model)
             replicas = Replicas()  # one device
             with CountedSamples(samples, scope), replicas.gathering():
                 output = call(self.model, cast(inputs, dtype))
@@ -140,12 +140,11 @@ class Reference:
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
             has_drawn, drawn = before.moved(), before.now()
-            left = buffers.now(), frozenset(numbers.now())
+            left, moved = buffers.now(), moved_numbers(numbers, named_numbers(self.model))
         drawn.restore()  # a second run goes on from there
         output = tree_map_only(Tensor, torch.detach, output)
-        return Result(
-            output, float(total), float(count), gradients, has_drawn, replicas.is_used, any(left), *left
-        )
+        flags = has_drawn, replicas.is_used, bool(left)
+        return Result(output, float(total), float(count), gradients, *flags, moved, left)
 
 
 def _widen(model: nn.Module, parameters: Parameters) -> dict[str, nn.Parameter]:

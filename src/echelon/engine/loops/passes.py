@@ -92,7 +92,6 @@ class OwnPasses:
                 observers.around("around_pass", forward),
                 CountedSamples(self._samples, lambda: scope(0)),
                 observers.around("around_layers", forward),
-                self._stage.counts.first_pass(),
             ):
                 # The model's own forward, also where a step runs it layer by layer.
                 output = call(self._setup.model, inputs)

@@ -171,6 +171,8 @@ class StepRunner(ABC):
 
     def forward(self, batch: Batch) -> Tensor:
         """Take a batch forward, for observers to see, in the mode that the model has; returns the tally."""
+        for stage in self._local.stages.values():
+            stage.start_step()  # one forward pass of one device, however it is cut
         feed = self.feed.of_evaluation(batch)
         return self._run(self.forward_script(len(feed)), feed)
 

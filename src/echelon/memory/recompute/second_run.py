@@ -1,12 +1,12 @@
 """Makes a second run the same as the first: its surroundings are restored, and its outputs compared.
 
 Surroundings decide what a call computes: the position in the training, random generators, autocast,
-the modes of modules, the view of the sequence, and the recorder of gates' statistics. What is not replayed (a
-generator of its own, a clock, a file) would make gradients that belong to no forward pass: the first step
-compares what layers return in both runs.
+the modes of modules and what they count, the view of the sequence, and the recorder of gates' statistics.
+What is not replayed (a generator of its own, a clock, a file) would make gradients that belong to no forward
+pass: the first step compares what layers return in both runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -20,6 +20,7 @@ from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
+from echelon.nn.whole_numbers import ABSENT, NumberSlot, attributes_as, moved_numbers, whole_numbers
 from echelon.parallel.observer import StepObserver
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Surroundings:
         self._recorder = current_recorder()
         self._modes = _Modes.of(modules)
         self._modules, self._view = modules, settings.view
+        self._numbers: Mapping[NumberSlot, Any] = whole_numbers(modules)
         self._length, self._shared = self._view.true_length, self._view.shared
         self._generators = [
             GeneratorStates.of_torch(settings.device),
@@ -43,8 +45,10 @@ class Surroundings:
         ]
 
     def finish(self) -> None:
-        """The first run is over: states of generators that it did not use are not needed."""
+        """The first run is over: what it did not change is not needed."""
         self._generators = [states for states in self._generators if states.moved()]
+        changed = moved_numbers(self._numbers, whole_numbers(self._modules))
+        self._numbers = {slot: self._numbers.get(slot, ABSENT) for slot in changed}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -53,6 +57,7 @@ class Surroundings:
             around.enter_context(self._autocast.restored())
             around.enter_context(recording(self._recorder))
             around.enter_context(self._modes.restored(self._modules))
+            around.enter_context(attributes_as(self._numbers))
             for states in self._generators:
                 around.enter_context(_drawing_from(states))
             around.enter_context(self._view.seeing(self._length, self._shared))

@@ -10,7 +10,7 @@ parts. It is zeros and never part of a parameter, so no norm and no state ever s
 Units whose weights lie in host memory are `HostUnit`s (host_weights.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -195,9 +195,9 @@ class FlatUnit:
             self._compare_runs()
         self._changes.start_update()
 
-    def mark_updated(self) -> None:
-        """The unit was updated in a backward pass: torch refuses to go on with what it has saved of it."""
-        self._views.mark_updated(is_shown=self.is_gathered)
+    def mark_updated(self, used: Container[nn.Parameter]) -> None:
+        """These were updated in a backward pass: torch refuses to go on with what it has saved of them."""
+        self._views.mark_updated(used, is_shown=self.is_gathered)
 
     def finish_watch(self) -> list[str]:
         """Weights of which a pass has changed this rank's part. Reads the device; compares no more."""

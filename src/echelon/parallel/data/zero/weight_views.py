@@ -5,7 +5,7 @@ they are freed. What a pass writes into them is then gone, so it is refused: a w
 counters tell of when the weights are hidden, any other by comparing this rank's part (`ChangedRuns`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -103,9 +103,10 @@ class WeightViews:
                 parameter.data = view
             raise lost_change(names, self._placement)
 
-    def mark_updated(self, *, is_shown: bool) -> None:
-        """The weights were updated in a backward pass: torch refuses to go on with saved ones."""
-        self._versions = [version + 1 for version in self._current_versions()]
+    def mark_updated(self, used: Container[nn.Parameter], *, is_shown: bool) -> None:
+        """These were updated in a backward pass: torch refuses to go on with saved ones. Another version of
+        others would say that the user has changed them."""
+        self._versions = [p._version + (p in used) for _, p in self._parameters]
         if is_shown:
             self._set_versions(self._versions)
 

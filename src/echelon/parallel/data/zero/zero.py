@@ -248,7 +248,7 @@ class Zero(Sharing, UnitOwner):
         flat.start_update()  # before the update writes to what passes have read
         self._use_unit(flat.local_parameters(), partial(self._present, flat))
         gradient.free_part()
-        flat.mark_updated()
+        flat.mark_updated(used)
 
     # Weights.
 
