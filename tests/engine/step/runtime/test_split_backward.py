@@ -394,3 +394,29 @@ def test_what_is_watched_is_given_back() -> None:
     hooked.register_hook(lambda _: None)
     hooked.retain_grad()
     assert not watch.is_hooked
+
+
+def test_both_halves_run_under_the_modes_of_their_caller() -> None:
+    """torch.autograd.grad of tensors turns torch.device(…) off, and layers that ran again ran without it."""
+    modes: list[int] = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(_: Any, *gradients: Tensor) -> Tensor:
+            modes.append(len(torch.overrides._get_current_function_mode_stack()))
+            return 2 * gradients[0]
+
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    with torch.device("cpu"):
+        outputs = [get_gradient_edge(Doubled.apply(torch.sin(weight) * Doubled.apply(x)))]
+        split = SplitBackward(outputs, [torch.ones(3)], [x])
+        (found,) = split.for_inputs()
+        split.for_weights()
+    assert len(modes) >= 2
+    assert set(modes) == {1}
+    torch.testing.assert_close(found, 4 * torch.sin(torch.ones(3)))
+    torch.testing.assert_close(weight.grad, 4 * torch.cos(torch.ones(3)))

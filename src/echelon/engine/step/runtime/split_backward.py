@@ -55,9 +55,12 @@ class SplitBackward:
             return self._both()
         # A prehook runs when all gradients of a node are added up; this one returns None: it changes none.
         hooks = [kept.node.register_prehook(kept.gradients.extend) for kept in self._kept]
+        # Edges, as autograd.grad of tensors turns torch.device(…) off until it ends, and layers that
+        # recompute in it would run on another device than they did.
+        inputs = [get_gradient_edge(tensor) for tensor in self._inputs]
         try:
             found = torch.autograd.grad(
-                self._outputs, self._inputs, self._gradients, retain_graph=True, allow_unused=True
+                self._outputs, inputs, self._gradients, retain_graph=True, allow_unused=True
             )
         finally:
             for hook in hooks:
