@@ -41,9 +41,9 @@ def tied_with_max_norm() -> nn.Module:
     return model
 
 
-def with_sparse_buffer() -> nn.Module:
+def with_sparse_buffer(*, persistent: bool = False) -> nn.Module:
     model = nn.Linear(6, 7)
-    model.register_buffer("table", torch.eye(3).to_sparse())
+    model.register_buffer("table", torch.eye(3).to_sparse(), persistent=persistent)
     return model
 
 
@@ -119,6 +119,12 @@ def test_what_would_be_wrong_is_refused(make: Make, plan: str, match: str) -> No
     check_content(make(), Plan.parse("data=1"))
     with pytest.raises(UserError, match=match):
         check_content(make(), Plan.parse(plan))
+
+
+def test_a_sparse_buffer_that_checkpoints_would_have_is_refused() -> None:
+    """Training went on, and engine.save ended in a raw error of torch."""
+    with pytest.raises(UserError, match="table: sparse, and checkpoints have dense tensors alone"):
+        check_content(with_sparse_buffer(persistent=True), Plan())
 
 
 @pytest.mark.parametrize("plan", ["data=2", "microbatches=2", "context=2"])

@@ -41,6 +41,22 @@ class ReadsTheTable(nn.Module):
         return F.linear(self.body(self.tok(ids)), self.tok.weight)
 
 
+class Graph(nn.Module):
+    """A graph convolution: the neighbours of each node are a sparse buffer, and one that a forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        neighbours = torch.eye(WIDTH).roll(1, 0) + torch.eye(WIDTH)
+        self.register_buffer("neighbours", neighbours.to_sparse(), persistent=False)
+        self.register_buffer("degrees", neighbours.to_sparse(), persistent=False)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.degrees = (self.neighbours.to_dense() / 2).to_sparse()
+        hidden = torch.relu(torch.sparse.mm(self.neighbours, self.first(values).T).T)
+        return self.second(torch.sparse.mm(self.degrees, hidden.T).T)
+
+
 class OtherMethod(nn.Module):
     """A frozen backbone that is called by another method than forward."""
 
@@ -294,6 +310,7 @@ ODDITIES: dict[str, Foreign] = {
     "max norm": Foreign(_bounded_embedding, _token_batch, _token_loss),
     "scaled by frequency": Foreign(_counted_embedding, _token_batch, _token_loss),
     "spectral norm": Foreign(_spectral, _vectors, F.mse_loss),
+    "sparse buffers": Foreign(Graph, _vectors, F.mse_loss),
     **PEFT,
     **X_TRANSFORMERS,
 }

@@ -40,6 +40,7 @@ REFUSALS: list[tuple[str, str, str]] = [
     ("weighted", "data=2*", "The loss does not add up over samples"),
     ("batch norm", "*zero=2 microbatches=2", "statistics over the whole batch"),
     ("torchvision resnet", "*zero=2 microbatches=2", "statistics over the whole batch"),
+    ("sparse buffers", "[dptc]*=2*", "sparse, and ranks exchange dense buffers alone"),  # no schedule=
     # Attention that cannot ask other ranks.
     ("bloom", "context=2", "computes all scores itself"),
     ("falcon", "context=2", "computes all scores itself"),

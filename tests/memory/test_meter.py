@@ -70,6 +70,15 @@ def test_a_kept_graph_is_memory_now() -> None:
     assert meter.read().now["activations"] == 0
 
 
+def test_a_sparse_buffer_has_no_storage_and_is_no_error() -> None:
+    model = nn.Linear(6, 5)
+    model.register_buffer("table", torch.eye(3).to_sparse())
+    meter = metered(model)
+    with meter.activations():
+        torch.sparse.mm(model.table, model(torch.ones(3, 6)))  # type: ignore[arg-type]
+    assert meter.read().now["parameters"] >= 4 * 35
+
+
 class InPlace(nn.Module):
     """Changes a tensor that its backward pass needs: an error, also while memory is measured."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
 from echelon.nn import buffer_snapshot
-from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.nn.buffer_snapshot import BufferSnapshot, ChangedBuffers
 from echelon.parallel.data.buffers import Buffers
 from tests.reads import HasReadError, no_reads
 
@@ -309,3 +309,15 @@ def test_a_kernel_chooses_among_a_limited_number_of_bytes(monkeypatch: pytest.Mo
         snapshot.restore(flag(True))
     assert [call.args[1].numel() for call in where.call_args_list] == [4, 4, 2]
     assert [buffer.tolist() for buffer in module.buffers()] == [[float(index)] * 2 for index in range(5)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")  # torch's own
+@pytest.mark.parametrize("of", [Tensor.to_sparse, Tensor.to_sparse_csr])
+def test_changed_sparse_buffers_are_compared_by_places_and_values(of: Callable[[Tensor], Tensor]) -> None:
+    buffers = {"same": of(torch.eye(2)), "other": of(torch.eye(2)), "dense": torch.ones(2)}
+    changed = ChangedBuffers(lambda: buffers)
+    buffers["other"] = of(3 * torch.eye(2).flip(0))
+    buffers["dense"].add_(1)
+    found = changed.now()
+    assert found.keys() == {"other", "dense"}
+    assert found["other"].tolist() == [0, 1, 1, 0, 3, 3]

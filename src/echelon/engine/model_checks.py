@@ -108,18 +108,28 @@ def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
             f"{', '.join(mixed)}: complex, and precision={plan.precision} has no complex numbers; use "
             "precision=fp32"
         )
-    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
-    if sparse and plan.ranks > 1:
-        yield (
-            f"{', '.join(sparse)}: sparse, and ranks exchange dense buffers alone; use one rank, keep them "
-            "dense, or keep them as attributes that are no buffers"
-        )
+    yield from _sparse_errors(model, plan)
     yield from _quantised_errors(model, plan)
     divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if divided:
         yield (
             f"{divided[0]} and {len(divided) - 1} others are DTensors: the model is divided already "
             "(fully_shard, parallelize_module); give it as it was before, and let the plan divide it"
+        )
+
+
+def _sparse_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+    if sparse and plan.ranks > 1:
+        yield (
+            f"{', '.join(sparse)}: sparse, and ranks exchange dense buffers alone; use one rank, keep them "
+            "dense, or keep them as attributes that are no buffers"
+        )
+        return
+    if saved := sorted(model.state_dict(keep_vars=True).keys() & sparse) if sparse else []:
+        yield (
+            f"{', '.join(saved)}: sparse, and checkpoints have dense tensors alone; register what never "
+            "changes with persistent=False, or keep it dense"
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.hardware import available_memory, total_memory
-from echelon.memory.storages import address_of
+from echelon.memory.storages import address_of, storages_of
 from echelon.nn.autograd.saved_tensors import check_unchanged, observe
 from echelon.nn.tracing import untraced
 from echelon.parallel.observer import ForwardPass, StepObserver
@@ -84,7 +84,7 @@ class Meter(StepObserver):
 
     def _measure(self) -> tuple[dict[str, int], dict[str, int]]:
         on_host = self._host()
-        apart = {address_of(t) for tensors in on_host.values() for t in tensors if t.layout == torch.strided}
+        apart = storages_of(tensor for tensors in on_host.values() for tensor in tensors)
         found = {category: _storage_bytes(tensors, apart) for category, tensors in self._storages().items()}
         found["activations"] = self._activations
         now = {category: found[category] for category in CATEGORIES}
@@ -103,15 +103,14 @@ class Meter(StepObserver):
     @contextmanager
     def activations(self) -> Iterator[None]:
         """Count what autograd saves inside, until the backward pass lets it go."""
-        held = {
-            address_of(tensor)
-            for tensor in [
+        held = storages_of(
+            [
                 *self._storages()["parameters"],
                 *self._module.parameters(),
                 *self._module.buffers(),
                 *(tensor for tensors in self._host().values() for tensor in tensors),
             ]
-        }
+        )
 
         @untraced  # a layer that is compiled in pieces calls these between them
         def pack(tensor: Tensor) -> _Saved:

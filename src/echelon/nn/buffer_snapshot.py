@@ -174,7 +174,15 @@ class ChangedBuffers:
         """Copy them."""
         buffers = self._read()
         changed = dict(_versions(buffers).items() - self._before.items())
-        return {name: buffers[name].detach().clone() for name in sorted(changed)}
+        return {name: _numbers(buffers[name].detach()) for name in sorted(changed)}
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    """Copy a buffer; of a sparse one, the places and the values of its elements in one row."""
+    if buffer.layout == torch.strided:
+        return buffer.clone()
+    elements = buffer.to_sparse_coo().coalesce()
+    return torch.cat([elements.indices().flatten(), elements.values().flatten()])
 
 
 def _versions(buffers: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

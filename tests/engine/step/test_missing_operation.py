@@ -137,7 +137,7 @@ def test_torch_func_in_a_forward_is_refused_where_a_plan_is_in_its_way(plan: str
 
 
 def test_a_float32_part_under_fp64_is_named() -> None:
-    with pytest.raises(UserError, match=r"precision=fp64: .* given float32 and float64 .*in buffers"):
+    with pytest.raises(UserError, match=r"precision=fp64: .* given two types .*in buffers"):
         weights_after(Float32Constant, "precision=fp64")
 
 
@@ -153,9 +153,11 @@ def test_a_float32_part_under_fp64_is_named() -> None:
 )
 def test_torch_says_that_types_differ_in_many_ways(message: str) -> None:
     error = missing_operation(message, Plan(precision="fp64"), CPU)
-    assert "is given float32 and float64" in str(error)
+    assert "precision=fp64: an operation of the model is given two types" in str(error)
     assert missing_operation(message, Plan(precision="fp32"), CPU) is None
     assert missing_operation("sizes should be the same", Plan(precision="fp64"), CPU) is None
+    low = missing_operation("expected scalar type Float but found BFloat16", Plan(precision="bf16"), CPU)
+    assert "precision=bf16: an operation of the model is given two types" in str(low)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 An operation that it does not have for numbers below float32: torch.cdist has no kernel for fp16 on a CPU,
 "cdist" not implemented for 'Half'. Operations on two types: a model with parts that stay in float32, under
-precision=fp64. torch.func in a forward, where a plan does something with what autograd saves. A backward pass
-that needs weights which are freed. A forward that computes with whole widths where tensor ranks have parts.
+another. torch.func in a forward, where a plan does something with what autograd saves. A backward pass that
+needs weights which are freed. A forward that computes with whole widths where tensor ranks have parts.
 """
 
 import re
@@ -71,9 +71,9 @@ def missing_operation(message: str, plan: Plan, device: torch.device) -> UserErr
             "holds them; a loss that calls backward(), or autograd.grad in a hook, reads weights at other "
             f"times; replace in-place operations, or {placement.fix}"
         )
-    if plan.precision == "fp64" and _TWO_TYPES.search(message):
+    if plan.precision != "fp32" and _TWO_TYPES.search(message):
         return UserError(
-            f"precision=fp64: an operation of the model is given float32 and float64 ({first_line})"
+            f"precision={plan.precision}: an operation of the model is given two types ({first_line})"
             "; its forward makes a tensor in float32, or casts to it: make it in the type of the input or of "
             "a weight (dtype=x.dtype), keep constants in buffers, or use precision=fp32"
         )

@@ -121,9 +121,9 @@ class Compression:
 def is_encoded(tensor: Tensor) -> bool:
     """Return whether a tensor is large enough, and a plain one of real numbers."""
     smallest = SMALLEST["cpu"] if tensor.is_cpu else SMALLEST["cuda"]
-    if tensor.nbytes < smallest or type(tensor) is not Tensor or not tensor.is_floating_point():
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes < smallest:
         return False
-    return tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
 @contextmanager
