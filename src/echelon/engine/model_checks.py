@@ -125,8 +125,7 @@ def _sparse_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
             f"{', '.join(sparse)}: sparse, and ranks exchange dense buffers alone; use one rank, keep them "
             "dense, or keep them as attributes that are no buffers"
         )
-        return
-    if saved := sorted(model.state_dict(keep_vars=True).keys() & sparse) if sparse else []:
+    elif sparse and (saved := sorted(model.state_dict(keep_vars=True).keys() & sparse)):
         yield (
             f"{', '.join(saved)}: sparse, and checkpoints have dense tensors alone; register what never "
             "changes with persistent=False, or keep it dense"

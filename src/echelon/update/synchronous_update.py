@@ -133,8 +133,8 @@ class SynchronousUpdate(Update):
             self._scaling = scale(summed, self._clip, **rules)
             self._count: Number = last_count
             found = [_on_device(each, summed) for each in self._found()]
-            told = [summed[:2], torch.stack(found), summed[4:], auxiliary, other_ways]
-            values: Tensor | list[float] = torch.cat(told)
+            parts = [summed[:2], torch.stack(found), summed[4:], auxiliary, other_ways]
+            values: Tensor | list[float] = torch.cat(parts)
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale(sums, self._clip, **rules)

@@ -147,11 +147,11 @@ class OneDevice:
             failure, is_refusal = str(refusal), True
         except Exception as error:
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        told = result and [result.total, result.counted, *result[4:8]]
-        told, failure, is_refusal = self._agreement.gather([told, failure, is_refusal])[0]
+        shared = result and [result.total, result.counted, *result[4:8]]
+        shared, failure, is_refusal = self._agreement.gather([shared, failure, is_refusal])[0]
         if failure:
             raise UserError(failure) if is_refusal else FailedRunError(failure)
-        total, counted, *others = told
+        total, counted, *others = shared
         return result or Result(None, total, counted, {}, *others)
 
     # Weights.

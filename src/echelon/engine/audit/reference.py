@@ -22,9 +22,9 @@ from echelon.nn.autograd.hooks import late_hooks, twin
 from echelon.nn.batch import call, cast, num_samples
 from echelon.nn.buffer_snapshot import ChangedBuffers
 from echelon.nn.dropout.training_position import CountedSamples
+from echelon.nn.integer_attributes import moved_integers, named_integers
 from echelon.nn.losses import total_and_count
 from echelon.nn.sample_gathering import Replicas
-from echelon.nn.whole_numbers import moved_numbers, named_numbers
 from echelon.parallel.layer_sharding import LayerSharding
 
 Parameters = Mapping[str, nn.Parameter]
@@ -61,7 +61,7 @@ class Result(NamedTuple):
     has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
     gathers: bool  # whether it asked for the samples of all replicas
     changes_buffers: bool
-    counted_by: Mapping[str, int]  # by how much it has moved the whole numbers of its modules
+    counted_by: Mapping[str, int]  # by how much it has moved the integers of its modules
     buffers: Mapping[str, Tensor] = MappingProxyType({})  # that it has changed
 
 
@@ -131,7 +131,7 @@ class Reference:
             stack.callback(PythonState(self.model.modules(), self._layers.user_loss).restore)
             if not run.training:
                 self.model.eval()
-            buffers, numbers = ChangedBuffers(self.form.buffers), named_numbers(self.model)
+            buffers, numbers = ChangedBuffers(self.form.buffers), named_integers(self.model)
             replicas = Replicas()  # one device
             with CountedSamples(samples, scope), replicas.gathering():
                 output = call(self.model, cast(inputs, dtype))
@@ -140,7 +140,7 @@ class Reference:
             loss = total * run.scale / (1 if run.is_total else count)
             gradients = {} if differentiate is None else differentiate(loss, parameters, fresh=fresh)
             has_drawn, drawn = before.moved(), before.now()
-            left, moved = buffers.now(), moved_numbers(numbers, named_numbers(self.model))
+            left, moved = buffers.now(), moved_integers(numbers, named_integers(self.model))
         drawn.restore()  # a second run goes on from there
         output = tree_map_only(Tensor, torch.detach, output)
         flags = has_drawn, replicas.is_used, bool(left)

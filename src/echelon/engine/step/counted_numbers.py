@@ -1,4 +1,4 @@
-"""Whole numbers that forwards move (self.calls += 1): which of them count steps.
+"""Integers that forwards move (self.calls += 1): which of them count steps.
 
 On one device a step is one forward pass. A stage lets every microbatch begin with the numbers of the first,
 of those that one device moves as far as the plan then does: an audit runs both. What comes out otherwise
@@ -12,7 +12,7 @@ from typing import final
 from torch import nn
 
 from echelon.collectives.agreement import RankAgreement
-from echelon.nn.whole_numbers import moved_numbers, named_numbers
+from echelon.nn.integer_attributes import moved_integers, named_integers
 from echelon.parallel.stage import LocalStages, Stage
 
 
@@ -22,7 +22,7 @@ class CountedNumbers:
 
     def __init__(self, model: nn.Module, local: LocalStages, agreement: RankAgreement) -> None:
         self._model, self._local, self._agreement = model, local, agreement
-        self._first = named_numbers(model)
+        self._first = named_integers(model)
         self._of_steps: set[str] = set()
         self._others: set[str] = set()
 
@@ -42,10 +42,10 @@ class CountedNumbers:
 
     def start(self) -> None:
         """A plan runs the same samples."""
-        self._before = named_numbers(self._model)
+        self._before = named_integers(self._model)
 
     def stop(self) -> None:
-        self._moved = moved_numbers(self._before, named_numbers(self._model))
+        self._moved = moved_integers(self._before, named_integers(self._model))
 
     def compare(self, of_device: Mapping[str, int]) -> set[str]:
         """Return what the plan has moved otherwise than one device, though no stage held it back."""
@@ -62,10 +62,10 @@ class CountedNumbers:
 
     def share(self) -> None:
         """Tell all ranks how far the layers of other stages have counted: one device runs these too."""
-        numbers, modules = named_numbers(self._model), dict(self._model.named_modules())
+        numbers, modules = named_integers(self._model), dict(self._model.named_modules())
         own = self._own(name for name, number in numbers.items() if number != self._first.get(name))
-        for told in self._agreement.gather({name: numbers[name] for name in own}):
-            for name, number in told.items():
+        for of_rank in self._agreement.gather({name: numbers[name] for name in own}):
+            for name, number in of_rank.items():
                 path, _, key = name.rpartition(".")
                 if name not in own and path in modules:
                     setattr(modules[path], key, number)

@@ -20,7 +20,13 @@ from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
-from echelon.nn.whole_numbers import ABSENT, NumberSlot, attributes_as, moved_numbers, whole_numbers
+from echelon.nn.integer_attributes import (
+    ABSENT,
+    NumberSlot,
+    attributes_as,
+    integer_attributes,
+    moved_integers,
+)
 from echelon.parallel.observer import StepObserver
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ class Surroundings:
         self._recorder = current_recorder()
         self._modes = _Modes.of(modules)
         self._modules, self._view = modules, settings.view
-        self._numbers: Mapping[NumberSlot, Any] = whole_numbers(modules)
+        self._numbers: Mapping[NumberSlot, Any] = integer_attributes(modules)
         self._length, self._shared = self._view.true_length, self._view.shared
         self._generators = [
             GeneratorStates.of_torch(settings.device),
@@ -47,7 +53,7 @@ class Surroundings:
     def finish(self) -> None:
         """The first run is over: what it did not change is not needed."""
         self._generators = [states for states in self._generators if states.moved()]
-        changed = moved_numbers(self._numbers, whole_numbers(self._modules))
+        changed = moved_integers(self._numbers, integer_attributes(self._modules))
         self._numbers = {slot: self._numbers.get(slot, ABSENT) for slot in changed}
 
     @contextmanager

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.whole_numbers import (
+from echelon.nn.integer_attributes import (
     attributes,
     attributes_as,
-    moved_numbers,
-    named_numbers,
-    whole_numbers,
+    integer_attributes,
+    moved_integers,
+    named_integers,
 )
 
 
@@ -26,17 +26,17 @@ class Counting(nn.Module):
 def test_numbers_are_whole_ones_of_the_users_modules() -> None:
     inner = Counting()
     model = nn.Sequential(inner, nn.Linear(2, 2), nn.Dropout())
-    assert whole_numbers(model.modules()) == {(inner, "seen"): 5}
-    assert named_numbers(model) == {"0.seen": 5}
-    assert named_numbers(inner) == {"seen": 5}
+    assert integer_attributes(model.modules()) == {(inner, "seen"): 5}
+    assert named_integers(model) == {"0.seen": 5}
+    assert named_integers(inner) == {"seen": 5}
 
 
 def test_how_far_they_moved() -> None:
     model = nn.Sequential(Counting())
-    before = named_numbers(model)
+    before = named_integers(model)
     model(torch.zeros(3, 2))
-    assert moved_numbers(before, named_numbers(model)) == {"0.seen": 3, "0.calls": 1}
-    assert moved_numbers({"a": 3, "b": 1, "c": 2}, {"a": 0, "b": 1}) == {"a": -3}
+    assert moved_integers(before, named_integers(model)) == {"0.seen": 3, "0.calls": 1}
+    assert moved_integers({"a": 3, "b": 1, "c": 2}, {"a": 0, "b": 1}) == {"a": -3}
 
 
 def test_others_for_a_while() -> None:

@@ -1,4 +1,4 @@
-"""Whole numbers that a forward keeps in attributes of its modules (self.calls += 1).
+"""Integers that a forward keeps in attributes of its modules (self.calls += 1).
 
 On one device a step is one forward pass. Where it has several, as microbatches and second runs of layers,
 each begins with the numbers of the first (stage.py, memory/recompute/second_run.py).
@@ -15,8 +15,8 @@ NumberSlot = tuple[nn.Module, str]
 ABSENT: Any = object()  # for the value of an attribute that is not there
 
 
-def whole_numbers(modules: Iterable[nn.Module]) -> dict[NumberSlot, int]:
-    """Return the attributes of the user's modules that are whole numbers."""
+def integer_attributes(modules: Iterable[nn.Module]) -> dict[NumberSlot, int]:
+    """Return the attributes of the user's modules that are integers."""
     return {
         (module, name): value
         for module in modules
@@ -26,14 +26,14 @@ def whole_numbers(modules: Iterable[nn.Module]) -> dict[NumberSlot, int]:
     }
 
 
-def named_numbers(model: nn.Module) -> dict[str, int]:
+def named_integers(model: nn.Module) -> dict[str, int]:
     """Return the same by name: "layers.0.calls"."""
     paths = {module: path for path, module in model.named_modules()}
-    numbers = whole_numbers(paths)
+    numbers = integer_attributes(paths)
     return {f"{paths[module]}.{key}".removeprefix("."): number for (module, key), number in numbers.items()}
 
 
-def moved_numbers(before: Mapping[K, int], now: Mapping[K, int]) -> dict[K, int]:
+def moved_integers(before: Mapping[K, int], now: Mapping[K, int]) -> dict[K, int]:
     """Return by how much each has gone up; one that was not there before, from 0."""
     moved = {key: number - before.get(key, 0) for key, number in now.items()}
     return {key: by for key, by in moved.items() if by}
