@@ -14,6 +14,11 @@ from echelon.update.precision.flat_memory import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _divides_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_memory, "_SMALLEST_PORTION", 0)
+
+
 def test_views_are_aligned_in_one_memory_and_do_not_overlap() -> None:
     like = [torch.empty(3, 5, dtype=torch.bfloat16), torch.empty(64), torch.empty(65), torch.empty(())]
     views = flat_views(like, torch.float32)
@@ -80,6 +85,13 @@ def test_at_most_half_is_copied_at_a_time() -> None:
     assert portions(*low(64, 64, 64, 64)) == [[64, 64], [64, 64]]
     assert portions(*low(64, 640, 64, 512)) == [[64], [640], [64, 512]], "what is more than half goes alone"
     assert portions(*low(1, 2, 64, 63)) == [[1, 2], [64, 63]], "a copy takes blocks of 64 elements"
+
+
+def test_small_copies_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_memory, "_SMALLEST_PORTION", 4 * 64 * 4)
+    assert portions(*low(64, 64, 64, 64)) == [[64, 64, 64, 64]]
+    assert portions(*low(64, 64, 64, 64, 64)) == [[64, 64, 64, 64], [64]]
+    assert portions(*low(256, 256, 256, 256)) == [[256, 256], [256, 256]]
 
 
 def test_a_portion_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,11 @@ from tests.update.precision.adam_on_cpu import adam_on_cpu
 SIZES = (3, 5, 2)
 
 
+@pytest.fixture(autouse=True)
+def _divides_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_memory, "_SMALLEST_PORTION", 0)
+
+
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 

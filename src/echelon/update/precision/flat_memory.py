@@ -58,22 +58,25 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
-# Bytes of copies. The same for every model of 10 million parameters or more, of which it is less than half.
+# Bytes of copies. The largest is the same for every model of 10 million parameters or more, of which it is
+# less than half. Copies below the smallest are made at once: dividing them costs time and saves little.
 _LARGEST_PORTION = 16 * 2**20
+_SMALLEST_PORTION = 2**20
 
 
 def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """The weights in portions, by what must be copied of their gradients: at most half of it at a time.
 
     So bf16 gradients and their copies take no more than float32 gradients would, unless one weight is more
-    than half of all.
+    than half of all, or all copies are small.
     """
     sizes = {
         weight: _copied_bytes(weight.grad, master)
         for weight, master in zip(weights, masters, strict=True)
         if weight.grad is not None
     }
-    yield from portions(weights, sizes.__getitem__, min(_LARGEST_PORTION, sum(sizes.values()) // 2))
+    largest = max(_SMALLEST_PORTION, min(_LARGEST_PORTION, sum(sizes.values()) // 2))
+    yield from portions(weights, sizes.__getitem__, largest)
 
 
 def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -45,7 +45,7 @@ class Idle:
         self.lost_gradient, self.is_idle = lost_gradient, False
         self.keeps_gradients = False  # which wait for an update
         self.thread = threading.get_ident()  # the user's: others, of engines, see parameters as they are
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # the class when idle
 
     def watch(self, name: str, parameter: nn.Parameter, part: str | None = None) -> None:
         """`part`: what to tell those who read its values, where these are a part of something."""
@@ -53,19 +53,19 @@ class Idle:
         if type(parameter) is nn.Parameter or type(parameter).__module__.startswith("echelon."):
             kind = IdleParameter if part is None else PartParameter
             _watched[parameter] = _Watched(ref(self), name, kind, part)
-            self._parameters.append(parameter)
+            self._parameters.append((parameter, kind))
 
     def begin(self) -> None:
         """A step has ended."""
         self.is_idle = True
-        for parameter in self._parameters:
+        for parameter, kind in self._parameters:
             if parameter.__class__ is nn.Parameter:
-                parameter.__class__ = _watched[parameter].kind
+                parameter.__class__ = kind
 
     def end(self) -> None:
         """A step begins, or the engine closes."""
         self.is_idle = False
-        end_idle(self._parameters)
+        end_idle(parameter for parameter, _ in self._parameters)
 
 
 class _Watched(NamedTuple):
