@@ -66,6 +66,7 @@ def test_a_refused_job_shows_nothing_but_its_errors(
         (["--plan", "pipeline=2 schedule=nowhere.txt"], "schedule 'nowhere.txt' cannot be read"),
         (["--set", "model.preset=llama3-405b"], "405,853,388,800 parameters take at least 5.9 TiB"),
         (["--plan", ""], "plan='': must not be empty"),
+        (["--quiet", "0"], "Invalid value for '--quiet': Input should be greater than or equal to 1"),
         (["--plan", "data=２"], "data=２: numbers must be written with the digits 0 to 9"),
     ],
 )

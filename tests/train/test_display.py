@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from echelon.engine.audit import held, skipped
@@ -46,6 +47,18 @@ def test_plain_lines_elsewhere() -> None:
     assert "80.0 MiB per rank" in lines[0]
     assert lines[-1].endswith("validation loss 2.2500")
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_one_line_for_so_many_steps(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+    with Display(Job(steps=95), console, every=20) as display:
+        display.show(Starting("runs/a"))
+        for step in range(1, 96):
+            display.show(stepped(step))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines() if line.startswith("step ")]
+    assert [words[1] for words in lines] == [f"{step}/95" for step in (1, 20, 40, 60, 80, 95)]
 
 
 def test_a_restart_says_once_where_its_state_is_from() -> None:

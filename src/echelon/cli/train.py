@@ -33,6 +33,10 @@ Elastic = Annotated[
         "what fits; the global batch stays.",
     ),
 ]
+Quiet = Annotated[
+    int | None,
+    typer.Option("--quiet", metavar="N", min=1, help="No live display: one line for every N steps."),
+]
 
 
 def train(
@@ -41,6 +45,7 @@ def train(
     settings: Settings = None,
     resume: Resume = False,
     elastic: Elastic = False,
+    quiet: Quiet = None,
     as_json: Json = False,
 ) -> None:
     """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop.
@@ -62,7 +67,7 @@ def train(
     job_to_run, why = with_chosen_plan(read)
     if why:
         screen.print(why, markup=False, soft_wrap=True)
-    with ctrl_c_keeps_notes(), Display(job_to_run, screen) as display:
+    with ctrl_c_keeps_notes(), Display(job_to_run, screen, quiet) as display:
         path = None if continued is None else continued.path
         summary = run(job_to_run, display.show, resume=path, elastic=elastic)
     if not summary:  # under torchrun, only rank 0 prints

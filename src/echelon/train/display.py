@@ -32,8 +32,10 @@ _LINE_SECONDS = 5.0  # between plain lines
 class Display:
     """`with Display(job, console) as display: train(job, display.show)`"""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self._job, self._console = job, console
+    def __init__(self, job: Job, console: Console, every: int | None = None) -> None:
+        """`every`: plain lines, one for so many steps, on a terminal too."""
+        self._job, self._console, self._every = job, console, every
+        self._is_live = console.is_terminal and every is None
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -67,7 +69,7 @@ class Display:
                 most = "" if job.minutes is None else f", as many as fit into {job.minutes:g} minutes"
                 self._console.print(f"[bold]echelon train[/]  plan {plan}  {job.steps} steps{most}")
                 self._console.print(f"starting ranks … the run is kept in {run}", markup=False)
-                if self._console.is_terminal:
+                if self._is_live:
                     self._live.start()
             case Started():
                 self._console.print(
@@ -111,7 +113,7 @@ class Display:
                 self._evaluated = event
             case Sampled():
                 return
-        if self._console.is_terminal:
+        if self._is_live:
             self._live.update(self._panel())
         elif isinstance(event, Stepped):
             self._plain_line(event)
@@ -155,7 +157,8 @@ class Display:
 
     def _plain_line(self, step: Stepped) -> None:
         now = time.monotonic()
-        if step.step not in (self._first, self._num_steps) and now - self._last_line < _LINE_SECONDS:
+        is_due = step.step % self._every == 0 if self._every else now - self._last_line >= _LINE_SECONDS
+        if not is_due and step.step not in (self._first, self._num_steps):
             return
         self._last_line = now
         left = (now - self._began) / (step.step - self._first + 1) * (self._num_steps - step.step)
