@@ -399,6 +399,36 @@ def test_extra_state_and_changed_temporary_buffers_come_back(kind: type, tmp_pat
     assert seen.sum() > 1
 
 
+class Sparse(nn.Module):
+    """Reads two sparse buffers, which checkpoints cannot have, and changes one."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(4, 2), change
+        for name in ("fixed", "changing"):
+            self.register_buffer(name, torch.eye(2).to_sparse(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.change == "in place":
+            self.changing.mul_(0.5)
+        elif self.change == "anew":
+            self.changing = self.changing * 0.5
+        mixed = self.layer(x).T
+        return (torch.sparse.mm(self.fixed.to(x.dtype), mixed) + self.changing.to(x.dtype) @ mixed).T
+
+
+@pytest.mark.parametrize("change", ["in place", "anew"])
+def test_changed_sparse_buffers_are_said_not_to_be_saved(change: str, tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="^changing: sparse buffers have changed and are not in the checkpoint"
+    ):
+        saved(make_engine(Sparse(change)), tmp_path / "a")
+
+
+def test_sparse_buffers_that_stay_as_they_are_need_no_word(tmp_path: Path) -> None:
+    saved(make_engine(Sparse("never")), tmp_path / "a")
+
+
 def test_extra_state_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"_extra_state: get_extra_state\(\) of Remembering returns a set"):
         saved(make_engine(Remembering(set)), tmp_path / "a")

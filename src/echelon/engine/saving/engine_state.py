@@ -10,12 +10,14 @@ manifest()     options of the optimizer's groups, and state of the optimizer tha
 """
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from echelon.collectives.agreement import check_on_every_rank, gather_values
 from echelon.engine.setup import Setup
@@ -97,8 +99,25 @@ class EngineState:
         return [
             _own(name, buffer, TEMPORARY)
             for name, buffer in _temporary(self.module)
-            if not changed or self._first_marks.get(name) != _mark(buffer)
+            if buffer.layout is torch.strided and not (changed and self._is_as_at_first(name, buffer))
         ]
+
+    def _is_as_at_first(self, name: str, buffer: Tensor) -> bool:
+        return self._first_marks.get(name) == _mark(buffer)
+
+    def _warn_of_sparse_buffers(self) -> None:
+        changed = [
+            name
+            for name, buffer in _temporary(self.module)
+            if buffer.layout is not torch.strided and not self._is_as_at_first(name, buffer)
+        ]
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)}: sparse buffers have changed and are not in the checkpoint; an engine "
+                "that loads it begins with its model's. If a step reads what earlier ones left, keep dense "
+                "buffers, which checkpoints have",
+                stacklevel=2,
+            )
 
     def saved(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
         """List all that this rank has to save, with `counters` of its runner. Raises on every rank if a part
@@ -113,6 +132,7 @@ class EngineState:
             _check_storable(slices)
 
         check_on_every_rank(add_and_check)
+        self._warn_of_sparse_buffers()
         return slices
 
     def _counters(self, counters: Mapping[str, Number]) -> list[OwnedSlice]:
@@ -260,12 +280,16 @@ def _temporary(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, each in module.named_modules():
         for name in sorted(each._non_persistent_buffers_set):
             buffer = each._buffers.get(name)
-            if buffer is not None and buffer.layout is torch.strided:
+            if buffer is not None and not buffer.is_mkldnn:
                 yield f"{path}.{name}".removeprefix("."), buffer
 
 
-def _mark(buffer: Tensor) -> tuple[int, int]:
-    return buffer._version, buffer.data_ptr()
+def _mark(buffer: Tensor) -> tuple[int, int, StorageWeakRef]:
+    """Return what differs after a change. While a weak reference exists, no other memory is equal to it."""
+    values = buffer
+    if buffer.layout is not torch.strided:
+        values = buffer._values() if buffer.is_sparse else buffer.values()
+    return buffer._version, values.data_ptr(), StorageWeakRef(values.untyped_storage())
 
 
 # What the first step has shown, and later ones compute by. It decides in which order numbers are summed: the
