@@ -1,5 +1,6 @@
 """Passes that are replayed as one CUDA graph train what passes as they are train."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine import Engine
 from echelon.engine.step.step import FlushedRunner
-from echelon.models import ModelConfig, build, cross_entropy
+from echelon.memory.gist.compression import any_size
+from echelon.models import ModelConfig, build, build_image, cross_entropy
 from tests.gpu.waiting import waiting_raises
 
 pytestmark = [
@@ -25,6 +27,10 @@ CLOSE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
 
 
 def language() -> nn.Module:
@@ -146,6 +152,17 @@ class Aside(nn.Module):
         return output
 
 
+class GENERATOR:
+    """Of the user's own, made where there is a device."""
+
+    made: torch.Generator | None = None
+
+    @classmethod
+    def get(cls) -> torch.Generator:
+        cls.made = cls.made or torch.Generator("cuda")
+        return cls.made
+
+
 def stop_stream(_: Tensor) -> None:
     torch.cuda.current_stream().synchronize()
 
@@ -156,7 +173,7 @@ def stop_stream(_: Tensor) -> None:
         (lambda output: output.sum().item(), "waits for the device|cannot be recorded"),
         (lambda output: output[output > 0], "waits for the device|cannot be recorded"),
         (stop_stream, "waits for the device|cannot be recorded"),
-        (lambda output: torch.rand_like(output), "draw"),
+        (lambda output: output + torch.rand(3, device="cuda", generator=GENERATOR.get())[0], "draw"),
     ],
 )
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(
@@ -169,13 +186,67 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
 
 
-def test_a_model_that_drops_out_runs_as_it_is() -> None:
-    with pytest.warns(UserWarning, match="dropout draws other numbers in each step"):
+class Drawing(nn.Module):
+    """Drops by a module and by a function, and adds noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.dropout = network(), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.dropout(self.inner(x + 0.1 * torch.randn_like(x)))
+        return nn.functional.dropout(output, 0.3, self.training)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (Drawing, "fp64"),
+        (lambda: nn.Sequential(network(), nn.Dropout(0.1)), "bf16"),
+        (lambda: nn.Sequential(network(), nn.AlphaDropout(0.1)), "fp32"),
+    ],
+)
+def test_a_replay_draws_the_numbers_of_its_own_step(
+    make: Callable[[], nn.Module], precision: str, microbatches: int
+) -> None:
+    def step(engine: Engine, number: int) -> Any:
+        for module in engine.module.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()  # of which microbatches would have their own statistics
+        return engine.step(images(number))
+
+    _, said = both(make, f"precision={precision} microbatches={microbatches}", step)
+    assert REPLAYED in said
+
+
+def test_dropout_of_compiled_layers_runs_as_it_is() -> None:
+    config = dataclasses.replace(CONFIG, dropout=0.1)
+    with pytest.warns(UserWarning, match="dropout in compiled layers"):
         both(
-            lambda: nn.Sequential(network(), nn.Dropout(0.1)),
-            "precision=fp64",
-            lambda engine, step: engine.step(images(step)),
+            lambda: build(config),
+            "precision=bf16 compile=true",
+            lambda engine, step: engine.step(tokens(step)),
+            loss=cross_entropy,
         )
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg16", "inception-v1"])
+@pytest.mark.parametrize("compress", ["gist", "gist-fp16", "gist-fp10", "gist-fp8"])
+def test_what_is_kept_in_fewer_bits(name: str, compress: str) -> None:
+    def step(engine: Engine, number: int) -> Any:
+        numbers = torch.Generator().manual_seed(number)
+        return engine.step(
+            (torch.randn(4, 3, 32, 32, generator=numbers), torch.randint(8, (4,), generator=numbers))
+        )
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return build_image(f"{name}-tiny")
+
+    with any_size():
+        _, said = both(make, f"precision=fp32 compress={compress}", step, optimizer=sgd)
+    assert REPLAYED in said
 
 
 def test_replays_wait_for_nothing_and_are_chosen_by_time() -> None:

@@ -143,7 +143,6 @@ GRAPHS: Examples = {
         case: [(f"graphs=true {words}", f"use graphs=auto, or {fix}", f"graphs=true {fix}")]
         for case, words, fix in (
             ("`graphs=true` with `offload`", "offload=optimizer", "offload=none"),
-            ("`graphs=true` with `compress`", "compress=gist", "compress=none"),
             ("`graphs=true` with `recompute`", "recompute=full", "recompute=none"),
             ("`graphs=true` with `update=backward`", "update=backward", "update=step"),
             ("`graphs=true` with `precision=fp8`", "precision=fp8", "precision=bf16"),

@@ -7,6 +7,7 @@ device, or what was drawn before.
 import hashlib
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 WEYL = 0x9E3779B97F4A7C15
@@ -50,6 +51,24 @@ def mix_(numbers: Tensor) -> Tensor:
     return numbers
 
 
+def hash_on_device(*numbers: int, start: Tensor) -> Tensor:
+    """Return the int64 of the bits of `hash_of`, where `start` is such an int64 on a device."""
+    state = start
+    for number in numbers:
+        state = mix_(state + signed((number + WEYL) & _ALL))
+    return state
+
+
 def signed(number: int) -> int:
     """Return the int64 of the same 64 bits."""
     return number - (1 << 64) if number >> 63 else number
+
+
+def signed_key(key: int | Tensor) -> int | Tensor:
+    """Return the int64 of a hash; one on a device is that already."""
+    return key if isinstance(key, Tensor) else signed(key)
+
+
+def moved(number: int | Tensor, device: torch.device | str) -> int | Tensor:
+    """Return the number where `device` can compute with it: a model on a GPU may draw on the host."""
+    return number.to(device) if isinstance(number, Tensor) else number

@@ -29,7 +29,6 @@ def _asks_beside(plan: "Plan", *, field: str, default: Any) -> bool:
 
 _NOT_RECORDED = (
     ("offload", "offload", (), "copies to and from the host run between the operations of passes"),
-    ("compress", "compress", "none", "how many bits are kept is decided by values, in each pass"),
     ("recompute", "recompute", "none", "layers run again in the backward pass, by code that watches them"),
     ("update", "update=backward", "step", "updates run between the operations of passes"),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.nn.dropout.mask import Draw, mask_of
-from echelon.nn.hashing import hash_of
+from echelon.nn.hashing import hash_of, signed
 from tests.nn.dropout.triton_stand_in import kernel_on_cpu
 
 KEY = hash_of(1, 2, 3, 0)
@@ -68,6 +68,16 @@ def test_the_first_sample_may_be_on_the_device(kernel: Any) -> None:
     for output, first in zip(outputs, (7, torch.tensor(7)), strict=True):
         kernel.drop_into(output, x, Draw(KEY, first, 0.5))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("key", [5, 2**64 - 7, KEY])
+def test_the_key_may_be_on_the_device(kernel: Any, key: int) -> None:
+    x = torch.randn(4, 10)
+    outputs = [torch.empty_like(x) for _ in range(2)]
+    for output, either in zip(outputs, (key, torch.tensor(signed(key))), strict=True):
+        kernel.drop_into(output, x, Draw(either, 1, 0.5))
+    assert torch.equal(*outputs)
+    assert torch.equal(outputs[0], x * mask_of(Draw(torch.tensor(signed(key)), 1, 0.5), x.shape, "cpu") * 2)
 
 
 def test_it_may_work_in_place(kernel: Any) -> None:

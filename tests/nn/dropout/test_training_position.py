@@ -3,8 +3,10 @@
 import threading
 
 import pytest
+import torch
 
 from echelon.nn.dropout.training_position import TrainingPosition, current, next_use, restore, scope
+from echelon.nn.hashing import hash_of, signed
 
 
 def test_nothing_is_open_outside() -> None:
@@ -48,6 +50,17 @@ def test_a_scope_can_be_closed_for_a_while() -> None:
         with restore(None):
             assert current() is None
         assert current() is not None
+
+
+@pytest.mark.parametrize("seed", [0, -3, 2**70])
+def test_keys_are_the_same_where_the_step_is_on_the_device(seed: int) -> None:
+    step = torch.tensor(5)
+    on_host, on_device = (TrainingPosition(seed, each, 0) for each in (5, step))
+    assert on_host.key(7, 2) == hash_of(seed, 5, 7, 2)
+    key = on_device.key(7, 2)
+    assert isinstance(key, torch.Tensor)
+    assert key.item() == signed(hash_of(seed, 5, 7, 2))
+    assert step.item() == 5
 
 
 def test_threads_have_their_own() -> None:

@@ -70,6 +70,10 @@ class Feed:
             for number, (part, weight) in enumerate(parts)
         }, of_step
 
+    def recorded_scope(self, step: Tensor, samples: int) -> Scope:
+        """Return the scopes of the microbatches of a step whose number is on the device."""
+        return self._scopes.of_recording(step, samples)
+
     def of_evaluation(self, batch: Batch) -> dict[int, Microbatch]:
         scope = self._scopes.of_evaluation(num_samples(batch))
         return {
@@ -103,10 +107,14 @@ class Feed:
         return Microbatch(inputs, targets, weight, form, around, normaliser, loss_scale)
 
     def repeated(
-        self, microbatch: Microbatch, normaliser: StepNormaliser | None, loss_scale: Number
+        self,
+        microbatch: Microbatch,
+        scope: Callable[[], AbstractContextManager[None]],
+        normaliser: StepNormaliser | None,
+        loss_scale: Number,
     ) -> Microbatch:
-        """A microbatch in memory that stays, for passes on one rank that draw nothing."""
-        scope = partial(CountedSamples, microbatch.targets.num_samples)
+        """A microbatch in memory that stays, for passes on one rank."""
+        scope = partial(CountedSamples, microbatch.targets.num_samples, scope)
         around = partial(self._layers.around, None, shared_inputs(microbatch.inputs), scope)
         return microbatch._replace(scope=around, normaliser=normaliser, loss_scale=loss_scale)
 

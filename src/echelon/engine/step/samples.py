@@ -15,7 +15,7 @@ from echelon.nn.batch import part_bounds
 from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
 from echelon.nn.dropout.modules import draw_masks_again, key_dropout, keyed_modules
 from echelon.nn.dropout.noise import noises
-from echelon.nn.dropout.training_position import scope
+from echelon.nn.dropout.training_position import Interception, scope
 from echelon.nn.hashing import hash_of
 from echelon.nn.wrapping import Wrapping
 from echelon.update.numbers import HostCopy
@@ -59,6 +59,11 @@ def assume_equal_counts(samples: int, group: Group) -> list[int]:
     return [samples] * group.size
 
 
+def number_of(step: int, call: int) -> int:
+    """Return the number by which a batch of a step draws, after so many others of the same step."""
+    return step + (call << _CALL_BITS)
+
+
 @final
 class Scopes:
     """The place in the training of each forward pass of this replica, for all that its model draws.
@@ -88,15 +93,16 @@ class Scopes:
         return [] if self._agreement is None else list(self._agreement.draws.foreign)
 
     def drawn(self) -> str | None:
-        """Return what draws random numbers in a forward of the modes of now, as far as is known."""
+        """Return what draws random numbers in a forward that no replay could draw, as far as is known."""
         if self._has_noise:
             return "gates draw noise"
-        if any(module.training and module.p > 0 for module in self._modules):
-            return "dropout draws other numbers in each step"
-        draws = None if self._agreement is None else self._agreement.draws
-        if draws is None or not (draws.is_used or draws.foreign):
-            return None
-        return "passes draw random numbers"
+        foreign = self.foreign_draws
+        return f"passes draw random numbers ({foreign[0]})" if foreign else None
+
+    @property
+    def drops(self) -> bool:
+        """Return whether dropout modules drop, in the modes of now."""
+        return any(module.training and module.p > 0 for module in self._modules)
 
     def of_step(
         self, step: int, samples: int, call: int = 0
@@ -105,7 +111,12 @@ class Scopes:
         came before; each draws numbers of its own."""
         if self._agreement is not None and call == 0:
             self._agreement.start_step()
-        return self._of_passes(step + (call << _CALL_BITS), samples)
+        return self._of_passes(number_of(step, call), samples)
+
+    def of_recording(self, step: Tensor, samples: int) -> Callable[[int], AbstractContextManager[None]]:
+        """The same for passes that are recorded, which read the number of their step on the device."""
+        open_at = self.at_sample(step, samples)
+        return lambda microbatch: open_at(part_bounds(samples, microbatch, self._microbatches)[0])
 
     def of_evaluation(self, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """The same in an evaluation, where each one draws the same numbers."""
@@ -132,12 +143,14 @@ class Scopes:
         around = self._agreement.around(number)
         return around if open_at is no_scope else _both(around, open_at(place))
 
-    def at_sample(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
+    def at_sample(self, step: int | Tensor, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """Return a function that opens the scope of samples from a place on, counted among the `samples` of
         this replica. It reaches to the last one, unless `CountedSamples` says how many are in the pass."""
         agreement = self._agreement
         is_keyed = self._has_noise or any(module.p > 0 for module in self._modules)
-        draws = agreement.draws if agreement is not None and agreement.intercepts else None
+        draws: Interception | None = None
+        if agreement is not None and agreement.intercepts:
+            draws = agreement.draws.of_recording() if isinstance(step, Tensor) else agreement.draws
         if not is_keyed and draws is None:
             return no_scope
         before: int | Tensor = self._replica * samples  # of a draw before replicas have agreed

@@ -25,6 +25,7 @@ from echelon.engine.step.metrics import Metrics, StepTimer
 from echelon.engine.step.nonfinite_search import NonfiniteSearch
 from echelon.engine.step.runner import StepRunner
 from echelon.engine.step.runtime.flight import Microbatch
+from echelon.engine.step.samples import number_of
 from echelon.engine.step.side_effects import Ways, renormalises_any
 from echelon.engine.step.side_passes import SidePasses
 from echelon.engine.step.step_counter import StepCounter
@@ -181,8 +182,11 @@ class FlushedRunner(SidePasses):
             for stage in self._local.stages.values():
                 stage.start_step()  # each batch is one forward pass of one device, however it is cut
             feed = self._step_feed(batch, self._number, call)
-            run = self._run if self.graphs is None else self.graphs.run
-            tally = run(self._part_script(len(feed), sums=last), feed)
+            script = self._part_script(len(feed), sums=last)
+            if self.graphs is None:
+                tally = self._run(script, feed)
+            else:
+                tally = self.graphs.run(script, feed, number_of(self._number, call.number))
             self.tallies.add(tally, is_own=own_loss, is_summed=last)
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)

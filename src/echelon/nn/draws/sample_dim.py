@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from echelon.nn.dropout.training_position import TrainingPosition
-from echelon.nn.hashing import WEYL, hash_of, mix_, signed
+from echelon.nn.hashing import WEYL, hash_of, mix_, moved, signed, signed_key
 from echelon.nn.wrapping import Wrapper
 
 _MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
@@ -27,7 +27,8 @@ _PACKAGE = str(Path(__file__).parents[2])
 _HERE = str(Path(__file__).parent)
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
-Key = tuple[TrainingPosition, int, nn.Module | None]  # of a draw: where it is, its key, the module that draws
+# Of a draw: where it is, its key, and the module that draws.
+Key = tuple[TrainingPosition, int | Tensor, nn.Module | None]
 
 
 class SampleDim(NamedTuple):
@@ -43,7 +44,7 @@ class SampleDim(NamedTuple):
 
 @torch.no_grad()
 def uniform(
-    key: int, shape: tuple[int, ...], device: torch.device, sample_dim: SampleDim | None = None
+    key: int | Tensor, shape: tuple[int, ...], device: torch.device, sample_dim: SampleDim | None = None
 ) -> Tensor:
     """Draw numbers of (0, 1) in float64: odd multiples of 2⁻⁵³."""
     if sample_dim is None:
@@ -53,14 +54,13 @@ def uniform(
     return numbers.view(shape[dim], *shape[:dim], *shape[dim + 1 :]).movedim(0, dim)
 
 
-def _uniform(key: int, number: int, begin: int | Tensor, device: torch.device) -> Tensor:
+def _uniform(key: int | Tensor, number: int, begin: int | Tensor, device: torch.device) -> Tensor:
     drawn = torch.empty(number, dtype=torch.float64, device=device)
-    if isinstance(begin, Tensor):  # on the device of the replicas, where a model may draw on the host
-        begin = begin.to(device)
+    key, begin = moved(signed_key(key), device), moved(begin, device)
     for left in range(0, number, _MOST_HASHES):
         part = drawn[left : left + _MOST_HASHES]
         places = torch.arange(left, left + len(part), device=device).add_(begin)
-        hashes = mix_(places.mul_(signed(WEYL)).add_(signed(key)))
+        hashes = mix_(places.mul_(signed(WEYL)).add_(key))
         part.copy_((hashes >> 12).bitwise_and_((1 << 52) - 1)).add_(0.5).mul_(2.0**-52)
     return drawn
 
@@ -86,7 +86,8 @@ class Source:
         """Call the function for each sample, with a generator of its own."""
         tensors = torch.broadcast_tensors(*args)
         shape = tuple(tensors[0].shape)
-        position, key, module = self._next_key(shape)
+        position, on_device, module = self._next_key(shape)
+        key = int(on_device)
         generator = torch.Generator(args[0].device)
         dim = find_dim(shape, position.samples, args[0], module)
         if dim is None:

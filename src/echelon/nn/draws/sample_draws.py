@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.draws.functions import BODIES, DRAWINGS
-from echelon.nn.draws.sample_dim import Source, drawing_module, is_checkpointed
-from echelon.nn.dropout.training_position import TrainingPosition, next_use
-from echelon.nn.hashing import hash_of, hash_text
+from echelon.nn.draws.sample_dim import Key, Source, drawing_module, is_checkpointed
+from echelon.nn.dropout.training_position import next_use
+from echelon.nn.hashing import hash_text
 from echelon.nn.wrapping import has_entry
 
 EVALUATION = -1  # the step of all evaluations: each draws the same numbers
@@ -58,6 +58,9 @@ class SampleDraws:
             yield
         self._searches = self._searches or before.moved()
 
+    def of_recording(self) -> "RecordedDraws":
+        return RecordedDraws(self)
+
     def generators(self) -> GeneratorStates:
         """Return the states of all generators that a forward may draw from."""
         return GeneratorStates(self._device, self._names)
@@ -86,7 +89,7 @@ class SampleDraws:
             stacklevel=2,
         )
 
-    def key(self, shape: Sequence[int], *, is_seeded: bool) -> tuple[TrainingPosition, int, nn.Module | None]:
+    def key(self, shape: Sequence[int], *, is_seeded: bool) -> Key:
         """Return the position and the key of the next draw, and the module that draws.
 
         Raises where torch has to make it: a second run must draw the same, or the forward has seeded torch's
@@ -104,7 +107,7 @@ class SampleDraws:
         if self._torchs[layer, use]:
             raise LeftToTorchError
         self.is_used = True
-        return position, hash_of(position.seed, position.step, layer, use), module
+        return position, position.key(layer, use), module
 
 
 def _is_split(module: nn.Module | None) -> bool:
@@ -112,6 +115,17 @@ def _is_split(module: nn.Module | None) -> bool:
     if module is None:
         return False
     return any(has_entry(each, "tensor") for each in (module, *module.children()))
+
+
+@final
+class RecordedDraws:
+    """The same around passes that are recorded: no state of a generator can be read there."""
+
+    def __init__(self, draws: SampleDraws) -> None:
+        self._draws = draws
+
+    def intercepted(self) -> AbstractContextManager[None]:
+        return Interception(self._draws, None)
 
 
 class LeftToTorchError(Exception):

@@ -114,6 +114,7 @@ class DrawsAhead:
 
     def __init__(self, position: TrainingPosition, layer: int, number: int) -> None:
         """`number`: that of the dropout in `DROPOUTS`."""
+        assert isinstance(position.step, int), "passes with compiled dropout are not recorded"
         start, first = hash_of(position.seed, position.step, layer), position.first_sample
         self.dropout = torch.tensor(number)
         self.key = torch.tensor([signed(start), position.uses.get(layer, 0)])  # in host memory

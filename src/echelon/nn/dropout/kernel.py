@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from echelon.nn.dropout.mask import Draw, threshold
-from echelon.nn.hashing import ROUNDS, WEYL, signed
+from echelon.nn.hashing import ROUNDS, WEYL, signed_key
 from echelon.nn.triton_support import on_device_of
 
 _MOST_WORDS = 1024  # of a tile
@@ -61,11 +61,14 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
     first = draw.first_sample
     if isinstance(first, Tensor) and first.device != x.device:
         first = int(first)
+    key = signed_key(draw.key)
+    if isinstance(key, Tensor) and key.device != x.device:
+        key = int(key)
     with on_device_of(x):
         _drop[grid](
             output,
             x,
-            signed(draw.key),
+            key,
             first,
             None if draw.indices is None else draw.indices.to(x.device).contiguous(),
             threshold(draw.p),
@@ -74,6 +77,7 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
             num_tiles,
             whole_words=runs.has_whole_words,
             is_double=x.dtype == torch.float64,
+            key_on_device=isinstance(key, Tensor),
             first_on_device=isinstance(first, Tensor),
             words=words,
             num_warps=max(1, _WARPS * words // _MOST_WORDS),
@@ -108,6 +112,7 @@ def _drop(  # type: ignore[no-untyped-def]
     num_tiles,
     whole_words: tl.constexpr,
     is_double: tl.constexpr,
+    key_on_device: tl.constexpr,
     first_on_device: tl.constexpr,
     words: tl.constexpr,
 ):
@@ -115,7 +120,8 @@ def _drop(  # type: ignore[no-untyped-def]
     row, tile = program // num_tiles, program % num_tiles
     run, sample = row % num_runs, row // num_runs
     first = tl.load(first_sample) if first_on_device else first_sample
-    sample_key = _mix(_unsigned(key) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
+    number = tl.load(key) if key_on_device else key
+    sample_key = _mix(_unsigned(number) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
 
     outer = run // inner
     outer = outer.to(tl.int64) if indices is None else tl.load(indices + outer).to(tl.int64)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from echelon.nn.hashing import WEYL, mix_, signed
+from echelon.nn.hashing import WEYL, mix_, moved, signed, signed_key
 from echelon.nn.triton_support import has_triton
 
 
@@ -71,7 +71,7 @@ class Draw(NamedTuple):
     `indices`, the last dim must not be dim 1.
     """
 
-    key: int
+    key: int | Tensor
     first_sample: int | Tensor
     p: float
     indices: Tensor | None = None
@@ -145,10 +145,10 @@ def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
     return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
-def sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
+def sample_keys(key: int | Tensor, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
     """Return a key for each sample, from the number `first` of the global batch on."""
-    numbers = torch.arange(samples, device=device).add_(first)
-    return mix_(numbers.mul_(signed(WEYL)).add_(signed(key)))
+    numbers = torch.arange(samples, device=device).add_(moved(first, device))
+    return mix_(numbers.mul_(signed(WEYL)).add_(moved(signed_key(key), device)))
 
 
 def threshold(p: float) -> int:

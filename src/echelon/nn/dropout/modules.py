@@ -15,7 +15,7 @@ from echelon.nn.dropout.compiled import DROPOUTS, DrawsAhead
 from echelon.nn.dropout.mask import Draw, drop, has_kernel, mask_of
 from echelon.nn.dropout.noise import key_noise
 from echelon.nn.dropout.training_position import count_uses, current, next_use
-from echelon.nn.hashing import hash_of, hash_text
+from echelon.nn.hashing import hash_text
 from echelon.nn.huggingface.modules import draws_by_function
 from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap
@@ -177,8 +177,8 @@ class KeyedDropout(Wrapper):
         position, use = use_of_scope
         dropout, kind = self.dropout, self.kind
         shape = kind.mask_shape(input)
-        key = hash_of(position.seed, position.step, self.layer, use)
         indices = self.indices(shape[1]) if self.indices is not None and self._has_positions(shape) else None
+        key = position.key(self.layer, use)
         draw = Draw(key, position.first_sample, dropout.p, indices, self.feature_part)
         if kind is _ELEMENTS and (self.draws_again or has_kernel(input)):
             return drop(input, draw, inplace=dropout.inplace)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.nn.dropout.mask import sample_keys
 from echelon.nn.dropout.training_position import check_samples, next_use
-from echelon.nn.hashing import WEYL, hash_of, hash_text, mix_, signed
+from echelon.nn.hashing import WEYL, hash_text, mix_, signed
 from echelon.nn.wrapping import Wrapping
 
 _MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
@@ -50,7 +50,7 @@ class KeyedNoise:
             return bits.double().add_(0.5).mul_(2.0**-32)
         position, use = use_of_scope
         check_samples(f"noise of {self.name or 'the model'}", shape)
-        key = hash_of(position.seed, position.step, layer, use)
+        key = position.key(layer, use)
         return _keyed(sample_keys(key, position.first_sample, shape[0], like.device), shape, positions)
 
     def _refuse_recomputation(self) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, final
 
 from torch import Tensor
 
 from echelon.errors import UserError
+from echelon.nn.hashing import hash_of, hash_on_device
 
 
 class Interception(Protocol):
@@ -29,11 +31,25 @@ class TrainingPosition:
     """A step, and the samples of the pass: those from `first_sample` on, along dim 0."""
 
     seed: int
-    step: int
+    step: int | Tensor  # on the device in passes that are recorded: a replay reads the step of then
     first_sample: int | Tensor  # where replicas count on the device, it stays there
     uses: Mapping[int, int] = field(default_factory=dict)  # how often each layer has drawn here
     samples: int = 0  # of the pass, where draws are intercepted
     draws: Interception | None = None  # around the pass
+
+    def key(self, layer: int, use: int) -> int | Tensor:
+        """Return the hash of seed, step, layer, and how often the layer has drawn here before."""
+        start = self._start
+        if isinstance(start, Tensor):
+            return hash_on_device(layer, use, start=start)
+        return hash_of(layer, use, start=start)
+
+    @cached_property
+    def _start(self) -> int | Tensor:
+        seed = hash_of(self.seed)
+        if isinstance(self.step, Tensor):
+            return hash_on_device(seed, start=self.step)
+        return hash_of(self.step, start=seed)
 
 
 @dataclass
@@ -50,7 +66,7 @@ _SAMPLES: ContextVar[int | None] = ContextVar("echelon.nn.dropout.samples", defa
 def scope(
     *,
     seed: int,
-    step: int,
+    step: int | Tensor,
     first_sample: int | Tensor,
     samples: int = 0,
     draws: Interception | None = None,

@@ -143,11 +143,82 @@ def test_a_model_with_state_in_python_runs_as_it_is(
     assert str(graphs.reason) in graphs.describe()
 
 
-def test_a_model_that_drops_out_runs_as_it_is() -> None:
-    engine = engine_of(nn.Sequential(network(), nn.Dropout(0.5)))
+class Drawing(nn.Module):
+    """Draws by functions of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x + 0.1 * torch.randn_like(x)), 0.3, self.training)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Drawing,
+        lambda: nn.Sequential(network(normalises=False), nn.Dropout(0.5)),
+        lambda: nn.Sequential(nn.Linear(6, 3), nn.AlphaDropout(0.2)),
+    ],
+)
+def test_a_replay_draws_the_numbers_of_its_own_step(make: Callable[[], nn.Module], microbatches: int) -> None:
+    results = []
+    for words in ("", " graphs=true"):
+        torch.manual_seed(0)
+        engine = engine_of(make(), f"precision=fp64 microbatches={microbatches}{words}")
+        recorder = recorded(engine)[1] if words else FakeRecorder()
+        losses = train(engine, RECORDED_AFTER + 5)
+        results.append((losses, engine.full_state_dict()))
+        assert recorder.num_replays == (2 + 5 if words else 0)
+    (losses, weights), (other_losses, other_weights) = results
+    assert losses == other_losses
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_dropout_of_compiled_layers_runs_as_it_is() -> None:
+    engine = engine_of(nn.Sequential(network(), nn.Dropout(0.5)), "graphs=true precision=fp64 compile=true")
     recorded(engine)
-    with pytest.warns(UserWarning, match="dropout draws other numbers in each step"):
+    with pytest.warns(UserWarning, match="dropout in compiled layers reads the number of its step"):
         train(engine, RECORDED_AFTER)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + torch.poisson(torch.ones_like(x)))
+
+
+def test_numbers_that_are_drawn_on_the_host_are_no_error() -> None:
+    """On a device, their key would make the host wait, which a recording does not."""
+    plain, engine = engine_of(Counting(), "precision=fp64"), engine_of(Counting())
+    engine.module.load_state_dict(plain.module.state_dict())
+    recorder = FakeRecorder()
+    recorder.does_wait = True
+    recorded(engine, recorder)
+    with pytest.warns(UserWarning, match="waits for the device"):
+        losses = train(engine, RECORDED_AFTER + 2)
+    assert losses == train(plain, RECORDED_AFTER + 2)
+
+
+@pytest.mark.parametrize("compress", ["gist", "gist-fp16", "gist-fp8"])
+def test_what_is_kept_in_fewer_bits_is_recorded(compress: str) -> None:
+    results = []
+    for words in ("", " graphs=true"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+        engine = engine_of(model, f"precision=fp32 compress={compress}{words}")
+        recorder = recorded(engine)[1] if words else FakeRecorder()
+        losses = train(engine, RECORDED_AFTER + 5)
+        results.append((losses, engine.full_state_dict()))
+        assert recorder.num_replays == (2 + 5 if words else 0)
+    (losses, weights), (other_losses, other_weights) = results
+    assert losses == other_losses
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 def test_dropout_that_drops_nothing_is_recorded() -> None:

@@ -19,7 +19,6 @@ REFUSED = [
     ("context=2", "messages between ranks"),
     ("recompute=full", "layers run again"),
     ("offload=activations", "copies to and from the host"),
-    ("compress=gist", "how many bits"),
     ("update=backward", "updates run between"),
     ("precision=fp8", "products in 8 bits"),
     ("schedule=pipedream microbatches=2", "weights of other updates"),

@@ -49,11 +49,11 @@ def test_microbatches_keep_their_memory_and_get_the_values_of_each_step() -> Non
     engine = engine_of(network(), "data=1")
     first = feed_of(torch.ones(4, 2), torch.tensor(2.0), torch.tensor(3.0))
     live = LiveFeed(first)
-    static = StaticFeed(live, first, engine._runner.feed)
+    static = StaticFeed(live, first, engine._runner.feed, 3, torch.device("cpu"))
     kept = static.microbatches[1]
     address = kept.inputs.data_ptr()
     other = feed_of(torch.full((4, 2), 5.0), torch.tensor(4.0), torch.tensor(1.0))
-    static.load(LiveFeed(other))
+    static.load(LiveFeed(other), 4)
     assert kept.inputs.tolist() == [[5.0, 5.0]] * 4
     assert kept.inputs.data_ptr() == address
     assert kept.loss_scale.tolist() == 4.0  # type: ignore[union-attr]

@@ -32,4 +32,8 @@ def make_graphs(
 
 
 def _obstacle_of(setup: Setup, runner: FlushedRunner) -> str | None:
-    return "the forward changes weights" if runner.changes_weights else setup.scopes.drawn()
+    if runner.changes_weights:
+        return "the forward changes weights"
+    if setup.mesh.plan.compile and setup.scopes.drops:
+        return "dropout in compiled layers reads the number of its step on the host"
+    return setup.scopes.drawn()

@@ -49,7 +49,7 @@ Passes = Callable[[Script, Mapping[int, Microbatch]], Tensor]
 
 class Surroundings(NamedTuple):
     """What passes run in. `aside`: what the interpreter keeps between steps stays out of a recording;
-    `draws`: whether the model draws random numbers by sample; `loss`: what is computed of outputs."""
+    `draws`: what the model draws that no replay could; `loss`: what is computed of outputs."""
 
     plan: Plan
     device: torch.device
@@ -100,6 +100,7 @@ class GraphedPasses:
         self._forms: dict[Hashable, _Form] = {}
         self._constants: Constants | None = None
         self._num_changes = 0
+        self._step = 0  # the number that passes draw by
         self.enters_other_nodes = False  # into graphs of autograd, in the last step, than passes as they are
         self.reason: str | None = None  # why nothing is recorded any more
 
@@ -121,9 +122,10 @@ class GraphedPasses:
         self._forms.clear()
         self.reason = "the engine is closed"
 
-    def run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
-        """Take microbatches forward and back; returns the tally of their losses."""
-        self.enters_other_nodes = False
+    def run(self, script: Script, feed: Mapping[int, Microbatch], step: int) -> Tensor:
+        """Take microbatches forward and back; returns the tally of their losses. `step`: the number that they
+        draw by."""
+        self.enters_other_nodes, self._step = False, step
         if self.reason is not None or self._is_special():
             return self._run_as_is(script, feed)
         live = LiveFeed(feed)
@@ -181,23 +183,28 @@ class GraphedPasses:
             form.timings.append(timing)
             return tally
         if not form.is_probed:
-            return self._probe(form, script, feed)
+            return self._probe(form, script, feed, live)
         is_wanted = True if self._always else is_host_bound(form.timings)
         form.is_declined = is_wanted is False
         if not is_wanted or not self._record(form, script, feed, live):
             return self._run_as_is(script, feed)
         return self._compare(form, script, feed, live)
 
-    def _probe(self, form: _Form, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
-        """Run passes as they are, and see what no replay would do."""
+    def _probe(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> Tensor:
+        """Run passes as they would be recorded, and see what no replay would do."""
         form.is_probed = True
+        known = self._around.draws()
+        if known is not None:
+            self._give_up(known)
+            return self._run_as_is(script, feed)
+        static = self._static(live, feed)
         try:
             constants = self._constants or Constants(self._modules, [self._loss])
         except TooManyOwnersError:
             self._give_up("the model holds too many Python objects to compare in each step")
             return self._run_as_is(script, feed)
         draws = DrawWatch(self._around.device, self._modules)
-        tally, waits = self._recorder.waits(lambda: self._run_as_is(script, feed))
+        tally, waits = self._recorder.waits(lambda: self._run_as_is(script, static.microbatches))
         changed = constants.changed()
         sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters)
         reasons = (
@@ -217,7 +224,7 @@ class GraphedPasses:
         if not self._recorder.has_room():
             self._give_up("the device has no memory for a recording beside them")
             return False
-        static, self.enters_other_nodes = StaticFeed(live, feed, self._around.feed), True
+        static, self.enters_other_nodes = self._static(live, feed), True
         try:
             with self._around.aside():
                 form.recording = self._recorder.record(
@@ -228,6 +235,9 @@ class GraphedPasses:
         form.static = static
         self._start_again()
         return form.recording is not None
+
+    def _static(self, live: LiveFeed, feed: Mapping[int, Microbatch]) -> StaticFeed:
+        return StaticFeed(live, feed, self._around.feed, self._step, self._around.device)
 
     def _start_again(self) -> None:
         """Passes begin as if none had run in this step."""
@@ -262,7 +272,7 @@ class GraphedPasses:
     def _replay(self, form: _Form, live: LiveFeed) -> None:
         assert form.recording is not None
         assert form.static is not None
-        form.static.load(live)
+        form.static.load(live, self._step)
         form.recording.replay()
 
     def _compare(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> Tensor:

@@ -3,11 +3,12 @@
     values              tensors                        numbers, texts
     of a recording      copied into the same memory    constants: another one needs another recording
 
-What is copied is all that passes may read of a step: inputs, targets, and the counts that losses are divided
-by, with the loss scale.
+What is copied is all that passes may read of a step: inputs, targets, the counts that losses are divided by,
+with the loss scale; and the number of the step, which random numbers are drawn by.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -56,23 +57,28 @@ class LiveFeed:
 
 @final
 class StaticFeed:
-    """Copies of one step's tensors, and microbatches made of them."""
+    """Copies of one step's tensors and its number, and microbatches made of them."""
 
-    def __init__(self, live: LiveFeed, feed: Mapping[int, Microbatch], maker: Feed) -> None:
+    def __init__(
+        self, live: LiveFeed, feed: Mapping[int, Microbatch], maker: Feed, step: int, device: torch.device
+    ) -> None:
+        self._step = torch.full((), step, dtype=torch.int64, device=device)
         self._tensors = [torch.empty_like(tensor).copy_(tensor) for tensor in live.tensors]
         tensors = iter(self._tensors)
         self._leaves = iter([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in live.leaves])
         specs = iter(live.specs)
         values = [(self._rebuild(next(specs)), self._rebuild(next(specs))) for _ in feed]
         self.microbatches = dict[int, Microbatch]()
+        scope = maker.recorded_scope(self._step, sum(each.targets.num_samples for each in feed.values()))
         loss_scale, numbers, normaliser = next(self._leaves, 1.0), list(self._leaves), None
         for (number, each), (inputs, targets) in zip(feed.items(), values, strict=True):
             normaliser = normaliser or each.normaliser.with_numbers(numbers)
             copied = each._replace(inputs=inputs, targets=each.targets._replace(values=targets))
-            self.microbatches[number] = maker.repeated(copied, normaliser, loss_scale)
+            self.microbatches[number] = maker.repeated(copied, partial(scope, number), normaliser, loss_scale)
 
-    def load(self, live: LiveFeed) -> None:
+    def load(self, live: LiveFeed, step: int) -> None:
         """Take the values of another step with the same key."""
+        self._step.fill_(step)
         if self._tensors:
             torch._foreach_copy_(self._tensors, live.tensors)
 
