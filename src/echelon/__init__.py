@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from echelon.nn.losses import Sum
     from echelon.nn.sample_gathering import gather_samples
     from echelon.plan import Plan
+    from echelon.report.live_chart import live_chart
     from echelon.train.trackers.tracker import Tracker
     from echelon.train.tracking import track
 
@@ -54,6 +55,7 @@ _HOME = {
     "dry_run": "echelon.engine.dry_run",
     "gather_samples": "echelon.nn.sample_gathering",
     "launch": "echelon.launching",
+    "live_chart": "echelon.report.live_chart",
     "parallelize": "echelon.engine",
     "track": "echelon.train.tracking",
 }
@@ -83,6 +85,7 @@ __all__ = [
     "gather_samples",
     "integrations",
     "launch",
+    "live_chart",
     "optim",
     "parallelize",
     "sequence",

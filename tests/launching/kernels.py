@@ -29,8 +29,14 @@ class Kernel:
         self._manager = manager
         self._client = client
 
-    def run(self, code: str, on_text: Callable[[str], object] = str) -> Cell:
-        """Run a cell. `on_text(text)` is called while it runs, with each piece of text that it shows."""
+    def run(
+        self,
+        code: str,
+        on_text: Callable[[str], object] = str,
+        on_picture: Callable[[bool, str], object] = lambda *_: None,
+    ) -> Cell:
+        """Run a cell. `on_text(text)` is called while it runs, with each piece of text that it shows, and
+        `on_picture(takes the place of another, SVG)` with each picture."""
         cell = Cell()
 
         def take(message: dict[str, Any]) -> None:
@@ -38,6 +44,8 @@ class Kernel:
             if message["msg_type"] == "stream":
                 cell.pieces.append((content["name"], content["text"]))
                 on_text(content["text"])
+            elif message["msg_type"] in ("display_data", "update_display_data"):
+                on_picture(message["msg_type"] != "display_data", content["data"]["image/svg+xml"])
             elif message["msg_type"] == "error":
                 cell.error, cell.message = content["ename"], content["evalue"]
 

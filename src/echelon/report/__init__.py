@@ -7,4 +7,5 @@ foresight      what the planner and a dry run predict for the job
 contents       all of it as plain data, in the words of the page
 page           the data and the script that draws them, as one HTML file
 server         the same page, while the run goes on
+live_chart     a small chart of it, below a notebook's cell
 """
