@@ -70,9 +70,9 @@ class Feed:
             for number, (part, weight) in enumerate(parts)
         }, of_step
 
-    def recorded_scope(self, step: Tensor, samples: int) -> Scope:
+    def recorded_scope(self, step: Tensor, samples: int, watched: int | None) -> Scope:
         """Return the scopes of the microbatches of a step whose number is on the device."""
-        return self._scopes.of_recording(step, samples)
+        return self._scopes.of_recording(step, samples, watched)
 
     def of_evaluation(self, batch: Batch) -> dict[int, Microbatch]:
         scope = self._scopes.of_evaluation(num_samples(batch))

@@ -113,9 +113,14 @@ class Scopes:
             self._agreement.start_step()
         return self._of_passes(number_of(step, call), samples)
 
-    def of_recording(self, step: Tensor, samples: int) -> Callable[[int], AbstractContextManager[None]]:
-        """The same for passes that are recorded, which read the number of their step on the device."""
+    def of_recording(
+        self, step: Tensor, samples: int, watched: int | None
+    ) -> Callable[[int], AbstractContextManager[None]]:
+        """The same for passes that are recorded, which read the number of their step on the device.
+        `watched`: that number, where they run without a recording and are watched for draws as others are."""
         open_at = self.at_sample(step, samples)
+        if watched is not None:
+            return lambda microbatch: self._of_pass(watched, samples, microbatch, open_at)
         return lambda microbatch: open_at(part_bounds(samples, microbatch, self._microbatches)[0])
 
     def of_evaluation(self, samples: int) -> Callable[[int], AbstractContextManager[None]]:

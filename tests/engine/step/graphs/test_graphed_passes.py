@@ -1,6 +1,7 @@
 """Which steps are recorded, compared and replayed, and that they train what they would train without."""
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,58 @@ def test_dropout_of_compiled_layers_runs_as_it_is() -> None:
     recorded(engine)
     with pytest.warns(UserWarning, match="dropout in compiled layers reads the number of its step"):
         train(engine, RECORDED_AFTER)
+
+
+class Beginning(Drawing):
+    """Draws where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_noisy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_noisy else self.linear(x)
+
+
+def test_numbers_that_a_model_begins_to_draw_are_those_of_passes_as_they_are() -> None:
+    for first in range(1, RECORDED_AFTER + 2):
+        results = []
+        for words in ("", " graphs=true"):
+            torch.manual_seed(0)
+            model = Beginning()
+            engine = engine_of(model, f"precision=fp64{words}")
+            if words:
+                recorded(engine)
+            torch.manual_seed(1)
+            losses = []
+            for step in range(RECORDED_AFTER + 6):
+                model.is_noisy = step >= first
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of a first draw that comes late
+                    losses.append(engine.step(batch(step)).loss)
+            results.append(losses)
+        assert results[0] == results[1], first
+
+
+class Seeding(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            torch.manual_seed(7)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*drawn")
+def test_draws_that_an_evaluation_leaves_to_torch_end_the_recordings() -> None:
+    torch.manual_seed(0)
+    engine = engine_of(Seeding())
+    graphs, recorder = recorded(engine)
+    train(engine, RECORDED_AFTER + 2)
+    assert graphs.reason is None
+    replays = recorder.num_replays
+    engine.evaluate(batch(0))
+    with pytest.warns(UserWarning, match="passes run as they are, since passes draw random numbers"):
+        train(engine, 2)
+    assert recorder.num_replays == replays
 
 
 class Counting(nn.Module):

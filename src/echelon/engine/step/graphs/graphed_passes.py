@@ -137,6 +137,10 @@ class GraphedPasses:
             return self._run_as_is(script, feed)
         if form.recording is None:
             return self._before_recording(form, script, feed, live)
+        left_to_torch = self._around.draws()  # since an evaluation or another form, which drew otherwise
+        if left_to_torch is not None:
+            self._give_up(left_to_torch)
+            return self._run_as_is(script, feed)
         return self._with_recording(form, script, feed, live)
 
     def _is_special(self) -> bool:
@@ -197,7 +201,7 @@ class GraphedPasses:
         if known is not None:
             self._give_up(known)
             return self._run_as_is(script, feed)
-        static = self._static(live, feed)
+        static = self._static(live, feed, is_watched=True)
         try:
             constants = self._constants or Constants(self._modules, [self._loss])
         except TooManyOwnersError:
@@ -236,8 +240,11 @@ class GraphedPasses:
         self._start_again()
         return form.recording is not None
 
-    def _static(self, live: LiveFeed, feed: Mapping[int, Microbatch]) -> StaticFeed:
-        return StaticFeed(live, feed, self._around.feed, self._step, self._around.device)
+    def _static(
+        self, live: LiveFeed, feed: Mapping[int, Microbatch], *, is_watched: bool = False
+    ) -> StaticFeed:
+        maker, device = self._around.feed, self._around.device
+        return StaticFeed(live, feed, maker, self._step, device, is_watched=is_watched)
 
     def _start_again(self) -> None:
         """Passes begin as if none had run in this step."""

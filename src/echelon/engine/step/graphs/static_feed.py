@@ -57,10 +57,18 @@ class LiveFeed:
 
 @final
 class StaticFeed:
-    """Copies of one step's tensors and its number, and microbatches made of them."""
+    """Copies of one step's tensors and its number, and microbatches made of them. `is_watched`: for passes
+    that are not recorded yet, but watched for draws."""
 
     def __init__(
-        self, live: LiveFeed, feed: Mapping[int, Microbatch], maker: Feed, step: int, device: torch.device
+        self,
+        live: LiveFeed,
+        feed: Mapping[int, Microbatch],
+        maker: Feed,
+        step: int,
+        device: torch.device,
+        *,
+        is_watched: bool = False,
     ) -> None:
         self._step = torch.full((), step, dtype=torch.int64, device=device)
         self._tensors = [torch.empty_like(tensor).copy_(tensor) for tensor in live.tensors]
@@ -69,7 +77,8 @@ class StaticFeed:
         specs = iter(live.specs)
         values = [(self._rebuild(next(specs)), self._rebuild(next(specs))) for _ in feed]
         self.microbatches = dict[int, Microbatch]()
-        scope = maker.recorded_scope(self._step, sum(each.targets.num_samples for each in feed.values()))
+        samples = sum(each.targets.num_samples for each in feed.values())
+        scope = maker.recorded_scope(self._step, samples, step if is_watched else None)
         loss_scale, numbers, normaliser = next(self._leaves, 1.0), list(self._leaves), None
         for (number, each), (inputs, targets) in zip(feed.items(), values, strict=True):
             normaliser = normaliser or each.normaliser.with_numbers(numbers)
