@@ -127,3 +127,15 @@ def test_in_a_stage_of_several_an_optimizer_may_leave_out_everything() -> None:
     update_of("pipeline=2", biases_alone)
     with pytest.raises(UserError, match="leaves out every parameter"):
         update_of("data=1", lambda _: torch.optim.SGD([{"params": []}], lr=0.1))
+
+
+def test_a_function_that_names_weights_of_other_stages_is_an_error_that_says_so() -> None:
+    def named(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([None, *parameters], lr=0.1)  # type: ignore[list-item]
+
+    with pytest.raises(
+        UserError, match=r"failed: TypeError: .* In a pipeline a rank has the weights of its own"
+    ):
+        update_of("pipeline=2", named)
+    with pytest.raises(TypeError):
+        update_of("data=1", named)

@@ -212,7 +212,7 @@ def _checked(make: Make, plan: Plan) -> Make:
 
     def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = list(parameters)
-        made = make(given)
+        made = make(given) if plan.stages == 1 else _made_of_part(make, given)
         optimizer = CombinedOptimizer(made) if _are_optimizers(made) else made
         check_optimizer(optimizer, given, whole=plan.stages == 1)
         if has_parts(plan):
@@ -224,6 +224,20 @@ def _checked(make: Make, plan: Plan) -> Make:
         return optimizer
 
     return make_and_check
+
+
+def _made_of_part(make: Make, given: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Call the function on a rank that has a part of the model, where `model[0].weight` may be None."""
+    try:
+        return make(given)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the function that makes the optimizer failed: {type(error).__name__}: {error}. In a pipeline a "
+            "rank has the weights of its own stages, and those of others are None: choose from the "
+            "parameters that the function is given, or from model.named_parameters()"
+        ) from error
 
 
 def _are_optimizers(made: object) -> TypeGuard[Sequence[torch.optim.Optimizer]]:

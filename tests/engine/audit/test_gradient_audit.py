@@ -479,6 +479,27 @@ def test_passes_without_an_update_count_too() -> None:
     assert model.position == 4
 
 
+class CountsInABuffer(nn.Module):
+    """Warms up for so many calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(6, 5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        output: Tensor = self.rows(x) * torch.where(self.calls > 100, 1.0, 0.5)
+        return output
+
+
+def test_a_count_in_a_buffer_that_no_checkpoint_has_is_refused() -> None:
+    """Gradients agree until the hundredth call, which microbatches reach earlier."""
+    with pytest.raises(UserError, match=r"\(calls\).*count in an attribute"):
+        engine_of(CountsInABuffer(), "microbatches=2").step(batch())
+    engine_of(CountsInABuffer(), "data=1").step(batch())
+
+
 class Samples(Memory):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += len(x) - 1

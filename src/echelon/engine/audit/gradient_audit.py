@@ -188,8 +188,7 @@ class GradientAudit:
             raise UserError(error)
 
     def _check_buffers(self, plain: Mapping[str, Tensor], step: int) -> None:
-        """Raise if the plan leaves something else than one device in a buffer, which perhaps nothing reads
-        but an evaluation; of one that no checkpoint has, say it."""
+        """Raise if the plan leaves other buffers than one device; say it if no checkpoint has it."""
         forms: dict[str, list[int]] = {n: [t.is_complex(), *t.shape] for n, t in plain.items()}
         forms = self._agreement.gather(forms)[0]
         kinds = (torch.float64, torch.complex128)
@@ -203,14 +202,15 @@ class GradientAudit:
         differences = comparison.differences(self._agreement.group)
         others += [each.name for each in differences if not each.relative <= TOLERANCES[self._type]]
         wrong = set(chain(*self._agreement.gather(others)))
-        lasting = sorted(wrong - self._reference.form.temporary.keys())
+        temporary = self._reference.form.temporary.items()
+        lasting = sorted(wrong - {n for n, each in temporary if each.numel() > 1 or each.is_floating_point()})
         if lasting:
             raise UserError(
                 f"plan '{self._mesh.plan}': step {step + 1} would leave something else than one device in a "
                 f"buffer ({', '.join(lasting[:3])}), which an evaluation may read: each microbatch changes "
                 "it again, or each replica by its own samples; compute it of echelon.gather_samples, use "
-                "data=1 and microbatches=1, or register it with persistent=False if it may differ; "
-                "audit='off' trains without this comparison"
+                "data=1 and microbatches=1, count in an attribute (self.calls += 1), or register it with "
+                "persistent=False, if it is no count and may differ; audit='off' trains without a comparison"
             )
         self._warn_once(wrong, _LEFT)
 
