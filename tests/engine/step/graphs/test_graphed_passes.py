@@ -144,6 +144,21 @@ def test_a_model_with_state_in_python_runs_as_it_is(
     assert str(graphs.reason) in graphs.describe()
 
 
+def check_replays(make: Callable[[], nn.Module], plan: str) -> None:
+    """Replays train the same bits as passes that run as they are."""
+    results = []
+    for words in ("", " graphs=true"):
+        torch.manual_seed(0)
+        engine = engine_of(make(), plan + words)
+        recorder = recorded(engine)[1] if words else FakeRecorder()
+        losses = train(engine, RECORDED_AFTER + 5)
+        results.append((losses, engine.full_state_dict()))
+        assert recorder.num_replays == (2 + 5 if words else 0)
+    (losses, weights), (other_losses, other_weights) = results
+    assert losses == other_losses
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
 class Drawing(nn.Module):
     """Draws by functions of torch."""
 
@@ -165,17 +180,7 @@ class Drawing(nn.Module):
     ],
 )
 def test_a_replay_draws_the_numbers_of_its_own_step(make: Callable[[], nn.Module], microbatches: int) -> None:
-    results = []
-    for words in ("", " graphs=true"):
-        torch.manual_seed(0)
-        engine = engine_of(make(), f"precision=fp64 microbatches={microbatches}{words}")
-        recorder = recorded(engine)[1] if words else FakeRecorder()
-        losses = train(engine, RECORDED_AFTER + 5)
-        results.append((losses, engine.full_state_dict()))
-        assert recorder.num_replays == (2 + 5 if words else 0)
-    (losses, weights), (other_losses, other_weights) = results
-    assert losses == other_losses
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    check_replays(make, f"precision=fp64 microbatches={microbatches}")
 
 
 def test_dropout_of_compiled_layers_runs_as_it_is() -> None:
@@ -260,18 +265,10 @@ def test_numbers_that_are_drawn_on_the_host_are_no_error() -> None:
 
 @pytest.mark.parametrize("compress", ["gist", "gist-fp16", "gist-fp8"])
 def test_what_is_kept_in_fewer_bits_is_recorded(compress: str) -> None:
-    results = []
-    for words in ("", " graphs=true"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
-        engine = engine_of(model, f"precision=fp32 compress={compress}{words}")
-        recorder = recorded(engine)[1] if words else FakeRecorder()
-        losses = train(engine, RECORDED_AFTER + 5)
-        results.append((losses, engine.full_state_dict()))
-        assert recorder.num_replays == (2 + 5 if words else 0)
-    (losses, weights), (other_losses, other_weights) = results
-    assert losses == other_losses
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    check_replays(
+        lambda: nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3)),
+        f"precision=fp32 compress={compress}",
+    )
 
 
 def test_dropout_that_drops_nothing_is_recorded() -> None:
