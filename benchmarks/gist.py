@@ -1,7 +1,7 @@
 """The bench `gist`: what is stashed for the backward pass, and a training step, with each `compress`.
 
-Six image networks in float32 at batch 64 against plain torch, which keeps what autograd saves; and two
-transformers in bf16 against compress=none. All contenders of a case take turns. `stashed_bytes` is what is
+Six image networks in float32 at batch 64 against plain torch, which keeps what autograd saves, with and
+without graphs=auto; and two transformers in bf16 against compress=none. All contenders of a case take turns. `stashed_bytes` is what is
 held for the backward pass when the forward pass is over.
 """
 
@@ -23,8 +23,9 @@ from echelon.models import ModelConfig, build, build_image, cross_entropy, prese
 NETWORKS = ("alexnet", "nin", "overfeat", "vgg16", "inception-v1", "resnet-50")
 _NONE, _TORCH = "none", "torch"
 _FORMATS = (_NONE, "gist", "gist-fp16", "gist-fp8")
+_REPLAYED = tuple(f"{name} graphs=auto" for name in _FORMATS)
 _STEPS = 5  # in a round: the host may run ahead of the GPU within it
-_WARMUP = 1  # rounds: the engine meters activations in its first three steps, which makes them slower
+_WARMUP = 5  # rounds: the engine meters activations in its first steps, and graphs=auto decides in these
 _NETWORK, _TRANSFORMER = "image network", "transformer"  # kinds of subjects
 _ROUNDS = {_NETWORK: 8, _TRANSFORMER: 4}
 
@@ -65,7 +66,7 @@ def _networks(quick: bool) -> Iterator[Subject]:
         make = partial(build_image, f"{name}-tiny" if quick else name)
         size, samples = (32, 4) if quick else (231 if name == "overfeat" else 224, 64)
         batch = partial(_images, samples, size, 8 if quick else 1000)
-        yield Subject(_NETWORK, name, make, batch, F.cross_entropy, "fp32", (_TORCH, *_FORMATS))
+        yield Subject(_NETWORK, name, make, batch, F.cross_entropy, "fp32", (_TORCH, *_FORMATS, *_REPLAYED))
 
 
 def _transformers(quick: bool) -> Iterator[Subject]:
