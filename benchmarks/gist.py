@@ -1,8 +1,8 @@
 """The bench `gist`: what is stashed for the backward pass, and a training step, with each `compress`.
 
 Six image networks in float32 at batch 64 against plain torch, which keeps what autograd saves, with and
-without graphs=auto; and two transformers in bf16 against compress=none. All contenders of a case take turns. `stashed_bytes` is what is
-held for the backward pass when the forward pass is over.
+without graphs=auto; and two transformers in bf16 against compress=none. All contenders of a case take turns.
+`stashed_bytes` is what is held for the backward pass when the forward pass is over.
 """
 
 import dataclasses

@@ -38,6 +38,7 @@ ALWAYS = [
     ("centres large inputs", "data=2"),
     ("centres gradients", "data=2 zero=3"),
     ("gradient penalty", "data=2"),
+    ("keeps its state", "data=2"),
     ("a backward pass in the loss", "data=2 zero=3"),
     ("an equilibrium", "data=2 zero=3"),
     ("norm beside noise", "data=2"),

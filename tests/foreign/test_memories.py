@@ -23,6 +23,7 @@ ALWAYS = [(name, "data=1") for name in MEMORIES] + [
     ("branches by a count", "data=2 zero=3"),
     ("branches by a count", "microbatches=2"),
     ("branches by a number", "data=2"),
+    ("branches by a number", "microbatches=4 recompute=full"),
     ("a mean for evaluation", "microbatches=2"),
     ("counts in attributes", "microbatches=4 recompute=full"),
     ("counts in attributes", "pipeline=2 microbatches=2"),

@@ -653,3 +653,23 @@ def test_every_rank_is_told(warm_ranks: Warm, plan: str) -> None:
         first, second = ranks.run(refused_on, plan, model, loss, samples)
         assert says in first
         assert first == second
+
+
+@pytest.mark.parametrize(("most", "place"), [(8, 7), (4, 3)])
+def test_a_branch_of_one_sample_is_found_among_all_or_among_those_that_one_device_takes(
+    most: int, place: int
+) -> None:
+    class Branching(Mixing):
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x) <= most, "too large for one device"
+            output: Tensor = super().forward(x)
+            return output - output.mean(0) if bool((x[:, 0] == 0.125).any()) else output
+
+    engine = engine_of(Branching(torch.tanh), "microbatches=4")
+    for step in range(4):
+        engine.step(batch(step))
+    inputs, targets = batch(4)
+    inputs[place, 0] = 0.125
+    engine.step((inputs, targets))
+    with pytest.raises(UserError, match="would not train as on one device"):
+        engine.step(batch(5))

@@ -93,7 +93,6 @@ class GradientAudit:
         self._mesh, self._local, self._update = state.mesh, state.local, state.update
         self.replica = state.mesh.position.replica
         self._device = OneDevice(reference, state.values, agreement)
-        self._sizes: set[int] = set()  # of parts that the model takes
         self._repeats = True  # whether samples may be given to several replicas and microbatches
         self._modules = state.modules
         self._numbers = CountedNumbers(reference.model, state.local, agreement)
@@ -250,23 +249,22 @@ class GradientAudit:
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
     ) -> tuple[AuditBatch, Run, Result]:
         """Choose samples, and let one device compute them. A model that does not take a small part of a
-        microbatch is given whole ones."""
+        microbatch is given whole ones; one that does not take all samples at once, some."""
         is_small = is_small and not self._takes_all
-        samples = choose(is_small=is_small, repeats=self._repeats)
+        samples = choose(is_small=is_small, repeats=self._repeats and not self._takes_all)
         if samples is None:
             raise CannotCompareError("a replica has no sample", is_final=False)
         # A worker divides its loss by the samples of all: functions of gradients that are not linear see it.
         scale = float(self._update.loss_scale) / workers_per_update(self._mesh.plan)
         run = Run(samples.whole, step, training=training, scale=scale)
-        is_new = len(samples.bounds) > 1 and samples.per_part not in self._sizes
-        part = Run(samples.part(0), step) if is_new else None
+        part = Run(samples.part(0), step) if len(samples.bounds) > 1 else None
         try:
             result = self._device.rehearse(run, part)
         except FailedRunError:
-            if not is_small:
+            if not (is_small or self._takes_all):
                 raise
+            self._takes_all = False  # there may be too many
             return self._rehearse(choose, step, training=training, is_small=False)
-        self._sizes.add(samples.per_part)
         if result.gathers and self._runner.replicas.error:
             raise UserError(self._runner.replicas.error)
         self._runner.feed.fixed_count |= result.gathers  # each replica has as many samples in every step
