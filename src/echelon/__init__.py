@@ -1,14 +1,16 @@
-"""echelon: train PyTorch models that are too large or too slow for one device.
+"""Train PyTorch models that are too large or too slow for one device.
 
-import echelon
+    import echelon
 
-def main():
-    with echelon.parallelize(model, "data=2", optimizer=..., loss=...) as engine:
-        for batch in loader:
-            metrics = engine.step(batch)
-        return engine.full_state_dict()
+    def main():
+        with echelon.parallelize(model, "data=2", optimizer=..., loss=...) as engine:
+            for batch in loader:
+                metrics = engine.step(batch)
+            return engine.full_state_dict()
 
-results = echelon.launch(main, ranks=2)      # or: torchrun --nproc-per-node 2 script.py
+    results = echelon.launch(main, ranks=2)      # or: torchrun --nproc-per-node 2 script.py
+
+Names are found on first use: `import echelon` alone does not import torch.
 """
 
 from importlib import import_module

@@ -27,8 +27,10 @@ Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that
 def report(
     runs: Runs, out: Out = None, open_page: Open = False, quick: Quick = False, as_json: Json = False
 ) -> None:
-    """Write one page about a run, with all that it needs: curves, a timeline, memory and bytes, predicted and
-    measured, and better plans. Of several runs, a comparison."""
+    """Write one page about a run: curves, a timeline, memory and bytes predicted and measured, better plans.
+
+    Of several runs, the page is a comparison.
+    """
     from echelon.report.page import gather, render
 
     path = runs[0] / "report.html" if out is None else out

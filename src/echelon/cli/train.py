@@ -50,8 +50,9 @@ def train(
 ) -> None:
     """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop.
 
-    Exit codes: 0 done, 1 a rank failed too often, 2 bad input or diverged, 75 SIGTERM came and everything is
-    saved (go on with --resume), 130 Ctrl-C, 143 a second SIGTERM.
+    Exit codes: 0 done; 1 a rank failed too often; 2 bad input, or diverged;
+
+    75 SIGTERM came and all is saved (--resume goes on); 130 Ctrl-C; 143 a second SIGTERM.
     """
     if not is_under_torchrun() and (job is None or job.exists()):
         start_fork_server("echelon.train.trainer", "torch._dynamo")

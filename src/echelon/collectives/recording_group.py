@@ -11,6 +11,8 @@ from echelon.collectives.work import Work
 
 @final
 class CompletedWork(Work):
+    """An operation that was complete when it began."""
+
     def wait(self) -> None:
         pass
 

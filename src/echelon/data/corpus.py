@@ -50,8 +50,7 @@ SEPARATOR = b"\n"
 class Corpus:
     """Token ids below `vocab`, in memory or memory-mapped.
 
-    corpus = open_corpus("stdlib", vocab=256)
-    corpus.decode(corpus.tokens[:16])
+    Of `corpus = open_corpus("stdlib", vocab=256)`, the text `corpus.decode(corpus.tokens[:16])`.
     """
 
     tokens: Tokens
@@ -107,15 +106,16 @@ def open_corpus(
 ) -> Corpus:
     """Open a corpus by name.
 
-    source:    "stdlib", the sources of Python's own standard library (on every machine);
-               a text file, or a folder of text files;
-               a .jsonl or .parquet file, an Arrow folder of `datasets`, or a folder of such files;
-               a token file `.bin` of little-endian integers, memory-mapped.
-    vocab:     token ids are below it; bytes need at least 256.
-    dtype:     of a token file: uint8, uint16 or uint32. If left out, uint16 where vocab fits it, else uint32.
-    tokenizer: makes ids of each document (`load_tokenizer`). Without one, ids are the bytes of text.
-    field:     the key or column of a document's text; "text" if left out.
-    cache:     the folder in which the tokens of documents are kept.
+    Args:
+        source: "stdlib", the sources of Python's own standard library (on every machine);
+            a text file, or a folder of text files;
+            a .jsonl or .parquet file, an Arrow folder of `datasets`, or a folder of such files;
+            a token file `.bin` of little-endian integers, memory-mapped.
+        vocab: token ids are below it; bytes need at least 256.
+        dtype: of a token file: uint8, uint16 or uint32. None: uint16 where vocab fits it, else uint32.
+        tokenizer: makes ids of each document (`load_tokenizer`). Without one, ids are the bytes of text.
+        field: the key or column of a document's text; "text" if left out.
+        cache: the folder in which the tokens of documents are kept.
     """
     subject = f"corpus '{source}'"
     raise_errors(subject, corpus_errors(source, vocab=vocab, dtype=dtype, tokenizer=tokenizer))

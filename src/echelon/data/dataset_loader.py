@@ -57,8 +57,8 @@ def loader(
     another order for each epoch, from the seed. Further options are those of torch's DataLoader. A dataset
     that can only be read from its beginning (IterableDataset) is a stream, in its own order.
 
-    for batch in echelon.data.loader(dataset, batch_size=32, engine=engine, shuffle=True):
-        engine.step(batch)
+        for batch in echelon.data.loader(dataset, batch_size=32, engine=engine, shuffle=True):
+            engine.step(batch)
     """
     if engine is not None:
         replica, replicas = engine.replica, engine.replicas

@@ -204,8 +204,11 @@ def open_images(
 ) -> ImageData:
     """Open "synthetic", or a folder with one folder for each class.
 
-    validation_fraction  of a folder: about this part is for validation. The synthetic images have their own.
-    known                class names of weights: labels count classes as these do, and others are refused.
+    Args:
+        source: the name or the folder.
+        image_size: the height and width of the images.
+        validation_fraction: of a folder: about this part is for validation. Synthetic images have their own.
+        known: class names of weights: labels count classes as these do, and others are refused.
     """
     side = image_size + max(1, image_size // 8)  # training cuts its images from squares that are larger
     classes = tuple(known)

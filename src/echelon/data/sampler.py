@@ -64,9 +64,9 @@ def _feistel(places: Places, side: int, keys: npt.NDArray[np.uint64]) -> Places:
 class Batches:
     """The global batches of a job, by step.
 
-    batches = Batches(corpus, batch=8, sequence=128, seed=0)
-    inputs, targets = batches.at(step)                    # the whole global batch: int64 [8, 128] each
-    inputs, targets = batches.at(step, part=(0, 2))       # only the rows of replica 0 of 2
+        batches = Batches(corpus, batch=8, sequence=128, seed=0)
+        inputs, targets = batches.at(step)                    # the whole global batch: int64 [8, 128] each
+        inputs, targets = batches.at(step, part=(0, 2))       # only the rows of replica 0 of 2
 
     The end of the corpus, `validation_fraction` of it, is kept for `split="validation"`; no window is in both
     splits. A split with fewer windows than one batch is refused: use a smaller batch for a short validation

@@ -76,8 +76,8 @@ def has_tokenizer(folder: str | Path) -> bool:
 def load_tokenizer(source: str | Path) -> TextTokenizer:
     """Load a tokenizer.json, or the tokenizer of a folder that transformers reads.
 
-    tokenizer = load_tokenizer("Llama-3.2-1B")
-    tokenizer.decode(tokenizer.encode(["The cat sat."])[0])
+    With `tokenizer = load_tokenizer("Llama-3.2-1B")`, `tokenizer.encode(["The cat sat."])[0]` are ids, and
+    `tokenizer.decode(ids)` is the text.
     """
     path = Path(source).expanduser()
     file = path / TOKENIZER if path.is_dir() else path

@@ -78,6 +78,7 @@ class EngineCore:
 
     @property
     def plan(self) -> Plan:
+        """The plan, with everything that `auto` has chosen."""
         return self.mesh.plan
 
     @property
@@ -111,6 +112,7 @@ class EngineCore:
 
     @property
     def replicas(self) -> int:
+        """How many parts a global batch has: one for each replica."""
         return self.plan.data
 
     @property

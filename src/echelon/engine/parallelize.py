@@ -74,22 +74,31 @@ def parallelize(
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
-    `optimizer` is called with this rank's parameters. `loss(output, target)` returns a mean of samples, or
-    (total, count) for an exact mean over tokens; without it, the model's own loss is used. `objective(model,
-    batch)` takes its place where a loss is no function of output and target. `clip` bounds the
-    gradient norm; `schedule` maps the step to a factor of the learning rate; `loss_scale` is for
-    precision=fp16. `seed` is that of dropout, whose masks do not depend on the plan; None leaves them to
-    torch. `prefetch`: units that zero=3 gathers ahead; `smallest_unit`: bytes that make a module a unit, if
-    the model lists no layers. `layers`: the list (or lists) in the model whose children are its layers, like
-    "transformer.h", if it lists none. `boundaries`: the layers before which stages begin, if not evenly.
-    `sample_batch`: a global batch; the plan "auto" is chosen for it, and pipeline=auto measures layers on it.
-    `tensor_table`: {"blocks.*.up": "column", …} for modules that tensor parallelism does not know.
-    `weights`: a Hugging Face folder, of which each rank reads its part. `resident_bytes`: of weights that
-    stay on the device with offload=parameters. `audit`: the steps
-    that are compared with one device before they change a weight: "sampled" (1, 2, 4, 8, …), "first",
-    "always" or "off". Every `check_every` steps ranks compare what all hold alike. `nonfinite`: a step not
-    finite is made ("allow"), skipped up to `most_skipped` times in a row ("skip"), or an error ("stop").
-    `average`: the decay of a moving average of the weights (`engine.averaged`).
+    Args:
+        model: any module. Stages and split sequences need one that lists its layers, or `layers`.
+        plan: a line like "data=2 zero=1", or a `Plan`; "auto" is chosen for `sample_batch`.
+        optimizer: is called with this rank's parameters, and returns a torch optimizer.
+        loss: (output, target) → a mean over samples, or (total, count) for an exact mean over tokens.
+            None takes the model's own loss.
+        objective: (model, batch) → the loss, where it is no function of output and target.
+        clip: the bound of the global gradient norm.
+        loss_scale: what precision=fp16 multiplies losses by: a number or "dynamic", as None.
+        schedule: maps the step to a factor of the learning rate.
+        prefetch: how many units zero=3 gathers ahead.
+        smallest_unit: bytes that make a module a unit, if the model lists no layers.
+        seed: of dropout, whose masks do not depend on the plan. None leaves them to torch.
+        layers: the list in the model, or lists, whose children are its layers, like "transformer.h".
+        boundaries: the layers before which stages begin, if not evenly.
+        sample_batch: a global batch, on which pipeline=auto measures layers.
+        tensor_table: {"blocks.*.up": "column"} for modules that tensor parallelism does not know.
+        weights: a Hugging Face folder, of which each rank reads its part.
+        resident_bytes: of weights that stay on the device with offload=parameters.
+        audit: which steps are compared with one device before they change a weight: "sampled" (1, 2, 4,
+            8, …), "first", "always" or "off".
+        check_every: steps after which ranks compare what all hold alike. 0: never.
+        nonfinite: a step not finite is made ("allow"), skipped ("skip"), or an error ("stop").
+        most_skipped: so many skipped steps in a row are an error.
+        average: the decay of a moving average of the weights (`engine.averaged`).
     """
     given = (boundaries, tensor_table, weights, layers, audit, check_every)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)

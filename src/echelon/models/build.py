@@ -137,7 +137,7 @@ def build(model: ModelConfig | str) -> Transformer:
 
     Under `torch.device("meta")` it takes no memory; `to_empty` and `reset_parameters` fill it later.
 
-    build("gpt-tiny")
+        build("gpt-tiny")
     """
     config = preset(model) if isinstance(model, str) else model
     return _FAMILIES[config.family](config)
@@ -146,7 +146,7 @@ def build(model: ModelConfig | str) -> Transformer:
 def build_image(model: ImageConfig | str) -> ImageModel:
     """Build an image model from its config or its preset's name, with initial values from torch's seed.
 
-    build_image("resnet-50")
+    For example `build_image("resnet-50")`.
     """
     return ImageModel(image_preset(model) if isinstance(model, str) else model)
 
@@ -170,6 +170,7 @@ def build_without_memory(config: ModelConfig | ImageConfig) -> nn.Module:
 
 
 def num_parameters(config: ModelConfig | ImageConfig) -> int:
+    """Count the parameters of a model; a tied weight counts once."""
     if isinstance(config, ModelConfig):
         return config.num_parameters
     return sum(parameter.numel() for parameter in build_without_memory(config).parameters())

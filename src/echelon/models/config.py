@@ -47,7 +47,7 @@ class ModelConfig:
     """Sizes and choices of one model. `None` means "by the family's rule" and stays None, so that
     `dataclasses.replace(config, heads=8)` also moves what follows from `heads`.
 
-    ModelConfig("llama", layers=4, width=128, heads=4, kv_heads=2, vocab=256, sequence=128)
+        ModelConfig("llama", layers=4, width=128, heads=4, kv_heads=2, vocab=256, sequence=128)
     """
 
     family: Family

@@ -58,20 +58,24 @@ TRAINING_FIELDS = ("balance", "importance", "load", "z_loss", "bias_rate", "jitt
 class ExpertsConfig:
     """Feed-forward parts that are mixtures of experts, and the gate that chooses among them.
 
-    hidden        width of the hidden part of an expert
-    normalize     whether the weights of a token's experts sum to 1
-    scale         of these weights, after that
-    shared        width of the hidden part of the expert that sees every token; 0: there is none
-    shared_gate   whether the shared expert is weighted by a sigmoid of the token, as in Qwen2-MoE
-    first_dense   how many of the first layers have one dense feed-forward part of the model's width `ffn`
-    capacity      most tokens of a sample for an expert, as a multiple of its fair share; None: no limit
-    groups        of experts, of equal size
-    group_top_k   a token chooses among the experts of the best few groups; None: of all
-    balance, importance, load, z_loss   weights of the losses that are added
-    bias_rate     step of the bias that balances without a loss
-    jitter        part by which inputs of the gate are scaled at random in training
+        ExpertsConfig(num_experts=8, top_k=2, hidden=128, balance=0.01)
 
-    ExpertsConfig(num_experts=8, top_k=2, hidden=128, balance=0.01)
+    Attributes:
+        hidden: the width of the hidden part of an expert.
+        normalize: whether the weights of a token's experts sum to 1.
+        scale: of these weights, after that.
+        shared: the width of the hidden part of the expert that sees every token; 0: there is none.
+        shared_gate: whether the shared expert is weighted by a sigmoid of the token, as in Qwen2-MoE.
+        first_dense: how many of the first layers have one dense feed-forward part of the model's width `ffn`.
+        capacity: most tokens of a sample for an expert, as a multiple of its fair share; None: no limit.
+        groups: of experts, of equal size.
+        group_top_k: a token chooses among the experts of the best few groups; None: of all.
+        balance: the weight of the balancing loss.
+        importance: the weight of the importance loss.
+        load: the weight of the load loss.
+        z_loss: the weight of the loss that keeps logits small.
+        bias_rate: the step of the bias that balances without a loss.
+        jitter: the part by which inputs of the gate are scaled at random in training.
     """
 
     num_experts: int

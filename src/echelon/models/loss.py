@@ -22,7 +22,7 @@ def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     Targets are the tokens to predict at each position (already shifted by the data); a target of -100 is left
     out of both numbers. Computed in float32 at least.
 
-    total, count = cross_entropy(model(tokens), targets)
+        total, count = cross_entropy(model(tokens), targets)
     """
     logits: Tensor = getattr(output, "logits", output)
     _check(logits, targets)

@@ -101,7 +101,7 @@ class Transformer(nn.Module):
 
 
 class GPT(Transformer):
-    """GPT(preset("gpt-small"))"""
+    """GPT-2: `GPT(preset("gpt-small"))`."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._check_family(config, "gpt")
@@ -153,7 +153,7 @@ class MLP(nn.Module):
 
 
 class Llama(Transformer):
-    """Llama(preset("llama3-8b"))"""
+    """Llama and its kin: `Llama(preset("llama3-8b"))`."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._check_family(config, "llama")

@@ -38,7 +38,7 @@ Objective = Callable[[nn.Module, Any], Any]
 class Inputs:
     """The arguments of a model: Inputs(a, b, mask=mask) calls model(a, b, mask=mask).
 
-    engine.step((echelon.Inputs(a, b, mask=mask), targets))
+        engine.step((echelon.Inputs(a, b, mask=mask), targets))
 
     Where a model runs layer by layer, the first layer takes the arguments, `as_one`: as one tuple. `shared`
     are further arguments of the model, which every layer may ask for.

@@ -113,7 +113,7 @@ def partition(
     `memory` bounds the bytes on each worker; `straight` forbids replicas; `progress` is told which part of
     the work is done, from 0 to 1.
 
-    partition(profile(model, batch), workers=4, bandwidth=1e9).plan  ->  'pipeline=3-1'
+        partition(profile(model, batch), workers=4, bandwidth=1e9).plan  ->  'pipeline=3-1'
     """
     counts = (workers,) if isinstance(workers, int) else tuple(workers)
     rates = (bandwidth,) if isinstance(bandwidth, int | float) else tuple(bandwidth)

@@ -180,7 +180,7 @@ def _each(cost: Cost, stages: int) -> Sequence[Seconds]:
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     """Run a program on paper: each instruction starts as early as the rule of readiness allows.
 
-    simulate(build("1f1b", (1,) * 4, 8)).bubble_fraction  ->  Fraction(3, 11)
+    `simulate(build("1f1b", (1,) * 4, 8)).bubble_fraction` is `Fraction(3, 11)`.
     """
     costs = costs or Costs()
     table = costs.table(program.stages)

@@ -34,7 +34,7 @@ def track(
 ) -> "Tracking":
     """Track the steps of an engine, from the next one on, and keep them in a run folder for `echelon report`.
 
-    track(engine, "wandb", folder="runs/mine", project="gpt")
+        track(engine, "wandb", folder="runs/mine", project="gpt")
 
     `trackers`: jsonl, tensorboard, wandb, mlflow, or a Tracker of your own; `options` are those of the one
     that is named. `folder`: by default a new one in runs/; one that has steps goes on after the engine's.

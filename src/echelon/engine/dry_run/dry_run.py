@@ -97,7 +97,7 @@ def dry_run(
     """Run `steps` steps of rank `rank` of a plan with any number of ranks, here: without other ranks, and
     without memory for what is large.
 
-    dry_run(lambda: build("llama3-8b"), "data=128 tensor=8 zero=3", batch, optimizer=adamw, rank=5)
+        dry_run(lambda: build("llama3-8b"), "data=128 tensor=8 zero=3", batch, optimizer=adamw, rank=5)
 
     `model` is a module, which stays as it is, or a function that builds one. `batch` is what this replica's
     `engine.step` would be given. `options` are those of `parallelize`. No value is computed: losses and norms

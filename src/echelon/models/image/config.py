@@ -23,11 +23,12 @@ Stem = Literal["published", "small"]
 class ImageConfig:
     """Sizes and choices of one image model. An image is [3, image_size, image_size].
 
-    divisor      of the published numbers of channels: 8 makes a network an eighth as wide
-    stem         "small" begins with small windows and stride 1, for images of about 32 × 32
-    class_names  what the outputs mean, in their order; saved with the weights
+        ImageConfig("vgg16", classes=10, image_size=32, divisor=8)
 
-    ImageConfig("vgg16", classes=10, image_size=32, divisor=8)
+    Attributes:
+        divisor: of the published numbers of channels: 8 makes a network an eighth as wide.
+        stem: "small" begins with small windows and stride 1, for images of about 32 × 32.
+        class_names: what the outputs mean, in their order; saved with the weights.
     """
 
     family: ImageFamily
@@ -76,6 +77,7 @@ _PRESETS = _PUBLISHED | {
 
 
 def image_presets() -> tuple[str, ...]:
+    """List the names that `image_preset` knows."""
     return tuple(_PRESETS)
 
 

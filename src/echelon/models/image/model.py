@@ -18,7 +18,7 @@ from echelon.state.weight_files.weight_folder import WeightFolder
 
 @final
 class ImageModel(nn.Module):
-    """ImageModel(image_preset("alexnet"))"""
+    """A network of images: `ImageModel(image_preset("alexnet"))`."""
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()

@@ -112,9 +112,9 @@ def gates_of(model: nn.Module) -> list[Gate]:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor | float:
-    """Return the auxiliary losses of all forward passes since the last call, for a training loop of your own:
+    """Return the auxiliary losses of all forward passes since the last call, for a training loop of your own.
 
-    loss = cross_entropy(model(inputs), targets) + auxiliary_loss(model)
+    The loss is then `cross_entropy(model(inputs), targets) + auxiliary_loss(model)`.
     """
     total: Tensor | float = 0.0
     for gate in gates_of(model):

@@ -41,7 +41,7 @@ def deferred(build: Callable[[], Model]) -> Model:
     """Build a model without memory for its weights: `parallelize` gives each rank the part that it needs,
     with the initial values that `build` gives them.
 
-    model = echelon.deferred(lambda: Llama(config))
+        model = echelon.deferred(lambda: Llama(config))
 
     All that `build` does to the tensors belongs to their initial values. Random values follow from torch's
     seed and the names of the tensors, so they are the same whatever the plan, and others than those of a

@@ -76,7 +76,7 @@ def predict(
 ) -> Prediction:
     """Predict a step of `batch` sequences.
 
-    predict(preset_shape("llama3-8b"), "data=8 zero=3 precision=bf16", read_cluster("h100:8"), 64)
+    For example `predict(read_shape("llama3-8b"), "data=8 zero=3", read_cluster("h100:8"), batch=64)`.
     """
     settings = settings_of(Plan.parse(plan) if isinstance(plan, str) else plan)
     if sequence is not None and sequence != shape.sequence:

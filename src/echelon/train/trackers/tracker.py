@@ -26,7 +26,7 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker:
-    """Override what is needed. Called in one thread, in order, on rank 0 alone."""
+    """The base of trackers: override what is needed. Called in one thread, in order, on rank 0 alone."""
 
     def on_start(self, run: TrackedRun) -> dict[str, str]:  # noqa: ARG002
         """Return what a later part of this run needs to go on with the same record: ids."""

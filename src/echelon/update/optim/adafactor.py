@@ -37,7 +37,7 @@ from echelon.update.optim.sum_optimizer import (
 class Adafactor(SumOptimizer):
     """torch.optim.Adafactor, for ranks that hold parts of parameters; many matrices at a time.
 
-    optimizer = lambda parameters: echelon.optim.Adafactor(parameters, lr=1e-2)
+        optimizer = lambda parameters: echelon.optim.Adafactor(parameters, lr=1e-2)
 
     State of an m × n matrix: m + n numbers. With more than two dims, the last two are its rows and columns.
     """

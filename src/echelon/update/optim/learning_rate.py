@@ -25,8 +25,8 @@ Factor = Callable[[int], float]  # of a step, counted from 0
 class LearningRate:
     """The rate of each parameter group: its own rate when this was made, times the schedule's factor.
 
-    rate = LearningRate(optimizer, cosine(total=1000))
-    rate.set(step)              # before each update
+        rate = LearningRate(optimizer, cosine(total=1000))
+        rate.set(step)              # before each update
 
     Without a schedule the groups keep their rates, or those of a scheduler of torch.optim.lr_scheduler.
     """
@@ -78,8 +78,8 @@ NAMES = ("constant", "cosine", "wsd")
 class Schedule:
     """Warm-up, stable, decay: every schedule is these three parts, some of them empty.
 
-    schedule = cosine(total=1000, warmup=100)
-    LearningRate(optimizer, schedule).set(step)     # step counts from 0
+        schedule = cosine(total=1000, warmup=100)
+        LearningRate(optimizer, schedule).set(step)     # step counts from 0
 
     Made, and checked, by `constant`, `cosine`, `wsd` and `by_name`.
     """

@@ -17,10 +17,10 @@ from echelon.update.optim.sum_optimizer import Exchange, SumOptimizer
 class CombinedOptimizer(torch.optim.Optimizer):
     """Optimizers of different parameters, which are called one after the other.
 
-    def make(parameters):
-        matrices = [p for p in parameters if p.dim() == 2]
-        others = [p for p in parameters if p.dim() != 2]
-        return CombinedOptimizer([Muon(matrices, lr=2e-2), AdamW(others, lr=3e-4)])
+        def make(parameters):
+            matrices = [p for p in parameters if p.dim() == 2]
+            others = [p for p in parameters if p.dim() != 2]
+            return CombinedOptimizer([Muon(matrices, lr=2e-2), AdamW(others, lr=3e-4)])
 
     Its groups are theirs, and so is its state: a learning-rate schedule sets the rate of each.
     """

@@ -38,7 +38,7 @@ _MOST_DIMS = 64  # of any tensor
 class SM3(SumOptimizer):
     """SM3-II with momentum.
 
-    optimizer = lambda parameters: echelon.optim.SM3(parameters, lr=0.1, momentum=0.9)
+        optimizer = lambda parameters: echelon.optim.SM3(parameters, lr=0.1, momentum=0.9)
 
     State of an m × n matrix: m + n numbers. Momentum (none by default) takes m · n more, of
     `momentum_dtype` if that is given. Warm the rate up: the first updates are as large as `lr`.
