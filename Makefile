@@ -61,7 +61,7 @@ bench: .venv/.installed-dev ## measure, and write benchmarks/results
 	@$(BIN)/python -m benchmarks $(NAME) --out benchmarks/results
 
 site: .venv/.installed      ## the documentation as a site, in site/
-	@$(INSTALL) "mkdocs-material>=9.5"
+	@$(INSTALL) "mkdocs-material>=9.5" "mkdocstrings-python>=2.0"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:         ## remove .venv and the caches
