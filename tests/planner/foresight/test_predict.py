@@ -1,6 +1,7 @@
 """A step of a plan: its parts, and how words of the plan change them."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,24 @@ def test_more_devices_take_less_time_per_step() -> None:
     assert step("data=64 zero=1", 64).step_seconds < step("data=32 microbatches=2 zero=1", 64).step_seconds
 
 
+def test_losses_of_gates_take_a_forward_pass_where_backwards_begin_before() -> None:
+    shape, cluster = preset_shape("mixtral-8x7b"), read_cluster("h200:64")
+    assert shape.experts is not None
+    assert shape.experts.has_loss
+    free = replace(shape, experts=replace(shape.experts, has_loss=False))
+    for words, takes_one in (
+        ("data=64 zero=3", False),
+        ("data=64 zero=3 microbatches=2", True),
+        ("data=16 pipeline=4 zero=1 microbatches=8 schedule=gpipe", False),
+        ("data=16 pipeline=4 zero=1 microbatches=8 schedule=1f1b", True),
+    ):
+        one, other = (
+            predict(each, f"precision=bf16 {words}", cluster, 128, 4096).seconds for each in (shape, free)
+        )
+        assert other.recompute == 0
+        assert (one.recompute > 0.25 * one.compute) == (one.step > 1.2 * other.step) == takes_one
+
+
 def test_errors_of_plan_and_batch_are_listed() -> None:
     with pytest.raises(UserError) as refusal:
         predict(SHAPE, "data=3 tensor=3", CLUSTER, 7)
@@ -61,8 +80,6 @@ def test_errors_of_plan_and_batch_are_listed() -> None:
 
 
 def test_a_cluster_with_a_price_has_costs() -> None:
-    from dataclasses import replace
-
     priced = predict(SHAPE, "data=8 zero=3 precision=bf16", replace(CLUSTER, count=8, price=3.6), 8, 4096)
     assert priced.cost == pytest.approx(3.6 * 8 * priced.step_seconds / 3600)
 

@@ -5,6 +5,7 @@ import pytest
 from echelon.errors import UserError
 from echelon.plan import FIELDS, Plan
 from echelon.planner.foresight.settings import Settings, settings_of
+from echelon.program.build import step_program
 
 # A plan for each field that changes what is predicted.
 COSTED = {
@@ -75,3 +76,22 @@ def test_ranks_and_copies() -> None:
     assert (settings.ranks, settings.copies, settings.shards) == (48, 8, 8)
     assert settings._replace(shard=2).shards == 2
     assert settings_of(Plan.parse("recompute=budget:2GiB")).budget == 2**31
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data=2",
+        "data=2 microbatches=2",
+        *(
+            f"pipeline=4 schedule={name} microbatches={count}"
+            for name in ("naive", "gpipe", "1f1b", "zero-bubble")
+            for count in (1, 2, 4, 8)
+        ),
+        "pipeline=2 schedule=interleaved chunks=2 microbatches=2",
+        "pipeline=2 schedule=interleaved chunks=2 microbatches=4",
+    ],
+)
+def test_which_plans_run_all_forwards_first(words: str) -> None:
+    plan = Plan.parse(words)
+    assert settings_of(plan).forwards_first == step_program(plan, ties=False).forwards_first

@@ -1,10 +1,12 @@
 """The end of a step: gradients, the update, copies."""
 
+from dataclasses import replace
+
 import pytest
 
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.memory import stage_parameters
-from echelon.planner.foresight.practice import ECHELON
+from echelon.planner.foresight.practice import ECHELON, ECHELON_CPU
 from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.sharing import StepEnd, step_end
 from echelon.planner.foresight.stages import stage_kinds
@@ -44,3 +46,15 @@ def test_an_offloaded_update_is_the_hosts() -> None:
 
 def test_a_server_takes_and_sends_all() -> None:
     assert end(Settings(data=64, sync="parameter-server")).exchange > 20 * end(Settings(data=64)).exchange
+
+
+def test_on_a_processor_each_message_starts_by_itself() -> None:
+    slow = replace(CLUSTER, between=CLUSTER.between._replace(latency=1.0))
+    counts = [stage_parameters(SHAPE, Settings(), stage) for stage in stage_kinds(SHAPE, 1)]
+    starts = {
+        (practice.name, zero): step_end(slow, practice, Settings(data=64, zero=zero), counts, 32).exchange
+        for practice in (ECHELON, ECHELON_CPU)
+        for zero in (0, 1)
+    }
+    assert starts[ECHELON_CPU.name, 1] == pytest.approx(32 * starts[ECHELON.name, 1], rel=0.05)
+    assert starts[ECHELON_CPU.name, 0] > 1000 * starts[ECHELON.name, 0]  # 27 GB of gradients, by 25 MiB

@@ -61,6 +61,8 @@ def stage_passes(
             (costs.sparse, True, [stage.sparse for stage in stages]),
         )
     )
+    if settings.records_first:  # a third of the head's work is its forward pass
+        head = head._replace(recompute=head.compute / 3)
     passes = []
     for stage in stages:
         layers = head if stage.head else Pass()
@@ -81,6 +83,9 @@ def _layer(
     recompute = again * cost.forward
     if settings.recompute == "selective":
         recompute = practice.remakes * cost.forward + (0.0 if practice.flash else cost.attention)
+    if settings.records_first:
+        again += 1
+        recompute += cost.forward
     times = 2 + again  # a forward pass, a backward pass, and perhaps the forward pass again
     compute = cost.forward + cost.backward
     tensor = times * cost.tensor
@@ -124,7 +129,7 @@ def _gathers(
     groups = (settings.shards, min(settings.shards, expert_copies(settings)))
     seconds = 0.0
     for count, ranks in zip(counts, groups, strict=True):
-        gathers = 2 if settings.zero == 3 else 0
+        gathers = 2 + settings.records_first if settings.zero == 3 else 0
         seconds += gathers * ring_seconds(cluster, count * settings.weight_bytes, ranks, settings.tensor)
         if not settings.frozen:
             seconds += ring_seconds(cluster, count * settings.message_bytes, ranks, settings.tensor)

@@ -36,6 +36,8 @@ class Practice:
     norm_bytes       bytes per hidden number that RMSNorm saves beside its input, where it is not one kernel
     keeps_gathered   zero=3 with a pipeline gathers weights once in a step, and sums gradients whole
     fills_first      interleaved schedules with as many microbatches as stages run all forwards first
+    sums_gates       losses of gates are functions of the whole batch: forwards that only record come first
+    sums_by_layer    messages of each layer (zero) or bucket (all-reduce) start one after the other
     saves_scores     bytes per score that the backward pass needs, without flash
     logit_bytes      bytes per logit at the peak
     logit_traffic    bytes per logit that the loss reads and writes, both ways
@@ -67,6 +69,8 @@ class Practice:
     norm_bytes: float = 0.0
     keeps_gathered: bool = False
     fills_first: bool = False
+    sums_gates: bool = False
+    sums_by_layer: bool = False
     saves_scores: float = 5.0
     logit_bytes: float = 6.6
     logit_traffic: float = 13.0
@@ -92,11 +96,17 @@ ECHELON = Practice(
     sums_at_once=True,
     most_logits=2 * 2**30,
     fills_first=True,
+    sums_gates=True,
 )
 # On a processor, RMSNorm is several kernels of torch, and each saves what it was given. The cores
-# that compute also move what ranks send, so nothing is hidden.
+# that compute also move what ranks send, so nothing is hidden: not even the start of a message.
 ECHELON_CPU = replace(
-    ECHELON, name="echelon on a processor", norm_bytes=6.0, hide_gradients=0.0, hide_gathers=0.0
+    ECHELON,
+    name="echelon on a processor",
+    norm_bytes=6.0,
+    hide_gradients=0.0,
+    hide_gathers=0.0,
+    sums_by_layer=True,
 )
 MEGATRON_2021 = Practice(
     "Megatron-LM of 2021, Megatron-DeepSpeed",

@@ -101,12 +101,14 @@ class Forecast:
         self.shape, self.cluster, self.practice = shape, cluster, practice
         self._once: dict[Settings, _Once] = {}
         self._microbatches: dict[tuple[object, ...], _Microbatch] = {}
+        self._sums_gates = practice.sums_gates and shape.experts is not None and shape.experts.has_loss
         self._flops: float = shape.step_flops(shape.sequence, shape.sequence)  # of one sequence
 
     def predict(self, settings: Settings, batch: int) -> Prediction:
         """Predict a step of `batch` sequences over all ranks."""
         size = -(-batch // (settings.data * settings.microbatches))
-        key = settings._replace(microbatches=1, schedule="")
+        records = self._sums_gates and not settings.forwards_first
+        key = settings._replace(microbatches=1, schedule="", records_first=records)
         once = self._once.get(key) or self._compute_once(key)
         passes = once.passes.get(size) or self._compute_passes(key, once, size)
         seconds = self._seconds(settings, once.end, passes)

@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     saved: float = 1.0  # share of saved activations that compression leaves
     compiled: bool = False
     frozen: bool = False  # weights have no gradients (LoRA)
+    records_first: bool = False  # a pass of forwards records what gates do
 
     @property
     def ranks(self) -> int:
@@ -54,6 +55,14 @@ class Settings(NamedTuple):
     def shards(self) -> int:
         """Ranks over which zero shards dense weights."""
         return self.shard or self.copies
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether every rank runs all forwards of a step before its first backward."""
+        if self.microbatches == 1 or self.pipeline == 1:
+            return self.microbatches == 1
+        is_filled = self.schedule == "interleaved" and self.microbatches == self.pipeline
+        return is_filled or self.schedule == "gpipe"
 
 
 _GIST_BITS = {"gist-fp16": 16, "gist-fp10": 10, "gist-fp8": 8}

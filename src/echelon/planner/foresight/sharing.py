@@ -1,6 +1,7 @@
 """What happens once in a step: gradients and weights along `data`, the update, and copies for it."""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from echelon.planner.cluster.cluster import Cluster
@@ -12,6 +13,8 @@ from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.states import StateBytes
 
 _UPDATE_PASSES = 2.0  # each value of optimizer state is read and written
+# Of an all-reduce, as in parallel/data/all_reduce.py: bytes of a bucket, and how many there are at least.
+_BUCKET, _LEAST_BUCKET, _FEWEST_BUCKETS = 25 * 2**20, 2**20, 4
 
 
 class StepEnd(NamedTuple):
@@ -35,20 +38,24 @@ def step_end(
         return StepEnd(0.0, 0.0, 0.0)
     states = [stage_states(settings, counts) for counts in parameters]
     return StepEnd(
-        max(_exchange(cluster, practice, settings, counts) for counts in parameters),
+        max(_exchange(cluster, practice, settings, counts, layers) for counts in parameters),
         max(_update(cluster, settings, each, layers) for each in states),
         max(_copies(cluster, settings, each) for each in states),
     )
 
 
 def _exchange(
-    cluster: Cluster, practice: Practice, settings: Settings, parameters: tuple[float, float]
+    cluster: Cluster,
+    practice: Practice,
+    settings: Settings,
+    parameters: tuple[float, float],
+    layers: float,
 ) -> float:
     """Gradients among the ranks that hold the same weights; weights back, where an update was sharded."""
     if settings.copies == 1 and settings.expert_tensor == settings.tensor:
         return 0.0
     message = practice.gradient_bytes or settings.message_bytes
-    stride, seconds = settings.tensor, 0.0
+    stride, seconds, times = settings.tensor, 0.0, 1
     groups = (settings.copies, expert_copies(settings))
     for count, ranks in zip(parameters, groups, strict=True):
         if settings.sync == "parameter-server":  # one rank takes all gradients and sends all weights
@@ -56,16 +63,23 @@ def _exchange(
             seconds += (ranks - 1) * count * (message + settings.weight_bytes) / link.bandwidth
             continue
         shards = min(ranks, settings.shards)
+        if practice.sums_by_layer:
+            times = max(1, round(layers)) if settings.zero else _num_buckets(count * message)
+        each = count / times
         if settings.zero == 0:
-            seconds += ring_seconds(cluster, count * message, ranks, stride, passes=2)
+            seconds += times * ring_seconds(cluster, each * message, ranks, stride, passes=2)
         elif settings.zero == 1 or (settings.zero == 3 and practice.keeps_gathered and settings.pipeline > 1):
-            seconds += ring_seconds(cluster, count * message, shards, stride)
+            seconds += times * ring_seconds(cluster, each * message, shards, stride)
         if settings.zero in (1, 2):
-            seconds += ring_seconds(cluster, count * settings.weight_bytes, shards, stride)
+            seconds += times * ring_seconds(cluster, each * settings.weight_bytes, shards, stride)
         if settings.zero and ranks > shards:  # the sum over the groups of shards
             copies, step = ranks // shards, stride * shards
-            seconds += ring_seconds(cluster, count / shards * message, copies, step, passes=2)
+            seconds += times * ring_seconds(cluster, each / shards * message, copies, step, passes=2)
     return seconds
+
+
+def _num_buckets(size: float) -> int:
+    return max(1, ceil(size / min(_BUCKET, max(_LEAST_BUCKET, size / _FEWEST_BUCKETS))))
 
 
 def update_bytes(settings: Settings, parameters: float) -> float:

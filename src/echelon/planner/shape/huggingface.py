@@ -117,6 +117,7 @@ def _experts(raw: Mapping[str, Any], hidden: int) -> Experts | None:
         _first(raw, ("shared_expert_intermediate_size",)) or shared,
         _first(raw, ("first_k_dense_replace",)) or 0,
         _first(raw, ("decoder_sparse_step", "moe_layer_freq")) or 1,
+        has_loss=raw.get("output_router_logits") is True,
     )
 
 

@@ -39,6 +39,7 @@ def _experts_of(config: ModelConfig) -> Experts | None:
         experts.shared,
         experts.first_dense,
         gate_rows=experts.num_gate_rows + experts.shared_gate,
+        has_loss=any((experts.balance, experts.importance, experts.load, experts.z_loss)),
     )
 
 

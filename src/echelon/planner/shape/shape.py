@@ -34,7 +34,8 @@ class Matrix(NamedTuple):
 @dataclass(frozen=True)
 class Experts:
     """Mixtures of experts: `top_k` of `number` for each token, in every `every`-th layer after the first
-    `first_dense` ones. `shared`: width of the expert that sees all tokens. `gate_rows`: if not `number`."""
+    `first_dense` ones. `shared`: width of the expert that sees all tokens. `gate_rows`: if not `number`.
+    `has_loss`: a loss balances the gates, a function of the whole batch."""
 
     number: int
     top_k: int
@@ -43,6 +44,7 @@ class Experts:
     first_dense: int = 0
     every: int = 1
     gate_rows: int | None = None
+    has_loss: bool = False
 
     def __post_init__(self) -> None:
         errors = value_errors(self, "count", "number", "top_k", "hidden", "every")
