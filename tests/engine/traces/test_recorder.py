@@ -54,10 +54,10 @@ def test_every_instruction_is_there_once_per_rank_and_step(
         for step in (2, 3):
             words, num_moves = rows[step - 1]
             own = [e for e in found if e["pid"] == rank and e["args"]["step"] == step]
-            assert [e["name"] for e in own if e["tid"] == 1] == words
-            assert sum(e["tid"] > 1 for e in own) == num_moves > 0
+            assert [e["name"] for e in own if e["tid"] == 2] == words
+            assert sum(e["tid"] > 2 for e in own) == num_moves > 0
             assert max(Counter(word for word in words if word not in ("GATHER", "FREE")).values()) == 1
-            ends = [(e["ts"], e["ts"] + e["dur"]) for e in own if e["tid"] == 1]
+            ends = [(e["ts"], e["ts"] + e["dur"]) for e in own if e["tid"] == 2]
             assert all(end == pytest.approx(start, abs=0.01) for (_, end), (start, _) in pairwise(ends))
 
 

@@ -1,7 +1,10 @@
 """trace.json: what viewers read, from what ranks have recorded."""
 
 import json
+import math
 from typing import Any
+
+import pytest
 
 from echelon.engine.traces.trace_file import COMMUNICATION, trace_text
 
@@ -31,14 +34,14 @@ def events(*rows: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_an_instruction_is_a_named_slice_in_microseconds_from_the_first_event() -> None:
     step, forward, send = events(row(0, "a", 0.0, 100.0, []))
-    assert (step["name"], step["ts"], step["dur"], step["tid"]) == ("step 7", 0.0, 750000.0, 0)
+    assert (step["name"], step["ts"], step["dur"], step["tid"]) == ("step 7", 0.0, 750000.0, 1)
     assert (forward["name"], forward["cat"], forward["ts"], forward["dur"]) == (
         "F2",
         "forward",
         0.0,
         500000.0,
     )
-    assert (send["name"], send["ts"], send["args"]["peer"], send["tid"]) == ("SA2>1", 500000.0, 1, 1)
+    assert (send["name"], send["ts"], send["args"]["peer"], send["tid"]) == ("SA2>1", 500000.0, 1, 2)
     assert "version" not in send["args"]
 
 
@@ -53,6 +56,18 @@ def test_hosts_are_aligned_by_the_time_of_day_and_ranks_of_a_host_by_their_clock
     assert starts == {0: 0.0, 1: 250000.0, 2: 125000.0}
 
 
+@pytest.mark.parametrize("start", [100.1, 54321.123456789, 0.3])
+def test_nothing_begins_before_zero_and_times_keep_their_digits(start: float) -> None:
+    """Perfetto drops a slice whose time is negative, and -0.0 is: the first instruction was missing."""
+    now = 1_900_000_000.123  # a double of that size has steps of 0.24 microseconds
+    found = events(row(0, "a", now, start, []), row(1, "b", now + 1.5, start - 1.5 + 1e-7, []))
+    times = {(event["pid"], event["name"]): event["ts"] for event in found}
+    assert all(math.copysign(1, time) > 0 for time in times.values())
+    assert times[0, "F2"] == 0.0
+    assert times[1, "F2"] == pytest.approx(0.1, abs=0.3)  # the clocks of two hosts are no better
+    assert times[0, "SA2>1"] == times[1, "SA2>1"] - times[1, "F2"] == 500000.0
+
+
 def test_moves_that_overlap_have_tracks_of_their_own() -> None:
     """Slices of one track must not overlap but inside each other: viewers drop them."""
     found = [
@@ -63,10 +78,10 @@ def test_moves_that_overlap_have_tracks_of_their_own() -> None:
     ]
     slices = [event for event in events(row(0, "a", 0.0, 100.0, found)) if event["cat"] == COMMUNICATION]
     assert [(event["tid"], event["ts"]) for event in slices] == [
-        (2, 0.0),
+        (3, 0.0),
+        (5, 500000.0),
         (4, 500000.0),
-        (3, 500000.0),
-        (2, 1000000.0),
+        (3, 1000000.0),
     ]
     assert slices[0]["name"] == "all_reduce gradients"
     assert slices[0]["args"] == {
@@ -85,4 +100,4 @@ def test_moves_that_overlap_have_tracks_of_their_own() -> None:
         for event in json.loads(trace_text([row(0, "a", 0.0, 100.0, found)], ""))["traceEvents"]
         if event["name"] == "thread_name"
     }
-    assert names == {0: "steps", 1: "instructions", 2: "data", 3: "data 2", 4: "tensor"}
+    assert names == {1: "steps", 2: "instructions", 3: "data", 4: "data 2", 5: "tensor"}

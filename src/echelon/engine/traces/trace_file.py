@@ -1,9 +1,11 @@
 """trace.json: the Trace Event Format of Chrome, which Perfetto and chrome://tracing read.
 
     process    a rank
-    thread 0   steps
-           1   the instructions of the program, on the compute stream
-           2…  collectives and messages by axis; where several of one axis overlap, as many tracks
+    thread 1   steps
+           2   the instructions of the program, on the compute stream
+           3…  collectives and messages by axis; where several of one axis overlap, as many tracks
+
+Perfetto takes the threads 0 of all processes for one, the idle thread of Linux: none has that number.
 
 Times are in microseconds from the first event of any rank. `args` of an event has all that is known of it, so
 that a report can be made of the file alone; `otherData` has what does not change with time.
@@ -17,7 +19,7 @@ from echelon.program import Instruction, Op
 from echelon.program.text import show_instruction
 
 FORMAT = 1
-STEPS, INSTRUCTIONS, FIRST_MOVES = 0, 1, 2  # threads
+STEPS, INSTRUCTIONS, FIRST_MOVES = 1, 2, 3  # threads
 COMMUNICATION = "communication"  # the category of moves; that of an instruction is its name
 
 
@@ -44,10 +46,13 @@ def trace_text(ranks: Sequence[dict[str, Any]], plan: str) -> str:
 
 
 def _shifts(ranks: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds to add to times of each rank. Ranks of one host have one clock, and its shift."""
+    """Seconds to add to times of each rank. Ranks of one host have one clock, and its shift.
+
+    They are from the first host's clock: seconds since 1970 have no digits left for parts of a microsecond.
+    """
     of_host: dict[str, float] = {}
     for row in ranks:
-        of_host.setdefault(row["host"], row["epoch"])
+        of_host.setdefault(row["host"], row["epoch"] - ranks[0]["epoch"])
     return [of_host[row["host"]] for row in ranks]
 
 
@@ -65,7 +70,7 @@ def _names(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": label}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
     threads = ["steps", "instructions", *_tracks(row)]
-    for thread, name in enumerate(threads):
+    for thread, name in enumerate(threads, STEPS):
         yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
         yield {
             "ph": "M",
@@ -170,4 +175,4 @@ def _event(
 
 
 def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+    return round(seconds * 1e6, 3) + 0.0  # never -0.0: Perfetto drops what begins before 0
