@@ -36,8 +36,9 @@ def track(
 
         track(engine, "wandb", folder="runs/mine", project="gpt")
 
-    `trackers`: jsonl, tensorboard, wandb, mlflow, or a Tracker of your own; `options` are those of the one
-    that is named. `folder`: by default a new one in runs/; one that has steps goes on after the engine's.
+    `trackers`: jsonl, tensorboard, wandb, mlflow, trackio, or a Tracker of your own; `options` are those of
+    the one that is named. `folder`: by default a new one in runs/; one that has steps goes on after the
+    engine's.
     `settings` are kept with the run. All ranks must call this; rank 0 alone writes, and a tracker that fails
     ends nothing.
     """

@@ -88,6 +88,13 @@ def read_mlflow(run: Path) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+def read_trackio(run: Path, project: str = "echelon") -> list[tuple[int, dict[str, float]]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs(project, run.name)
+    return [(row.pop("step"), {key: row[key] for key in row if key != "timestamp"}) for row in rows]
+
+
 def by_name(rows: list[tuple[int, dict[str, Any]]]) -> Found:
     """Each number once: a step that came twice is an error."""
     found: Found = {}
@@ -106,6 +113,7 @@ def by_name(rows: list[tuple[int, dict[str, Any]]]) -> Found:
         pytest.param("tensorboard", read_tensorboard, marks=needs("tensorboard")),
         pytest.param("wandb", read_wandb, marks=needs("wandb")),
         pytest.param("mlflow", read_mlflow, marks=needs("mlflow")),
+        pytest.param("trackio", read_trackio, marks=needs("trackio")),
     ],
 )
 def test_values_are_those_of_metrics_also_after_a_restart(
@@ -115,6 +123,7 @@ def test_values_are_those_of_metrics_also_after_a_restart(
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its first import
     folder = RunFolder.create(tmp_path, "a", {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of these packages' own
@@ -136,6 +145,28 @@ def test_values_are_those_of_metrics_also_after_a_restart(
     assert found.keys() == wanted.keys()
     for key, values in wanted.items():
         assert found[key] == pytest.approx(values, rel=1e-6), key
+
+
+@needs("trackio")
+@pytest.mark.filterwarnings("ignore")  # of its packages' own
+def test_trackio_runs_of_one_name_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    project = f"names-{tmp_path.name}"
+    folders = [RunFolder(tmp_path / each / "same") for each in "ab"]
+    for folder in folders:
+        folder.path.mkdir(parents=True)
+    for folder, step in zip(
+        [*folders, folders[0]], (1, 2, 3), strict=True
+    ):  # the last goes on with the first
+        assert (
+            part(folder, make_trackers(["trackio"], project=project), started(), stepped(step)).failures()
+            == []
+        )
+    steps = [[step for step, _ in read_trackio(tmp_path / name, project)] for name in ("same", "same-2")]
+    assert steps == [[1, 3], [2]]
+    assert capsys.readouterr().out == ""
 
 
 def test_unknown_missing_and_repeated_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,16 @@
-"""The trackers that there are: a file of JSON lines, TensorBoard, wandb and MLflow.
+"""The trackers that there are: a file of JSON lines, TensorBoard, wandb, MLflow and trackio.
 
-A package is imported when its tracker starts, never before. Settings of wandb and MLflow are those of their
-environment variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, …); `options` come first.
+A package is imported when its tracker starts, never before. Settings of wandb, MLflow and trackio are those
+of their environment variables (WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, TRACKIO_DIR, …);
+`options` come first.
 """
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TextIO, final
 
@@ -146,6 +150,49 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id, status)
 
 
+@final
+class Trackio(Tracker):
+    """A run of trackio, in trackio's folder on this machine, or where TRACKIO_SPACE_ID and the like say."""
+
+    def __init__(self, project: str = PROJECT, **options: Any) -> None:
+        self._project, self._options = project, options
+
+    def on_start(self, run: TrackedRun) -> dict[str, str]:
+        import trackio
+
+        name = run.state.get("name") or self._unused_name(run.name)
+        settings = {
+            "name": name,
+            "config": dict(run.settings),
+            "resume": "allow" if "name" in run.state else "never",
+            "embed": False,  # in a notebook it would start a server
+            **self._options,
+        }
+        with contextlib.redirect_stdout(sys.stderr):  # where it greets, `echelon train --json` has its answer
+            self._run: Any = trackio.init(self._project, **settings)
+        return {"name": str(self._run.name)}
+
+    def _unused_name(self, name: str) -> str:
+        """trackio finds a run that goes on by its name: no other run may have it."""
+        import trackio
+
+        try:
+            known = {str(each.name) for each in trackio.Api().runs(self._project)}
+        except ValueError:  # the project is new
+            return name
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(each for each in names if each not in known)
+
+    def on_step(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    on_evaluation = on_step
+
+    def on_end(self, state: str) -> None:  # noqa: ARG002
+        with contextlib.redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
 def _flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -159,8 +206,9 @@ KINDS: dict[str, Callable[..., Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": MLflow,
+    "trackio": Trackio,
 }
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio")}
 
 
 def tracker_errors(names: Collection[str]) -> list[str]:
