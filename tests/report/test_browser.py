@@ -1,6 +1,7 @@
 """The page in a browser: it draws, says no error, answers the mouse, and is fast for long and wide runs."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from echelon.report.page import MOST_BYTES, gather, render
 from tests.report.browser import Browser, Page, needs_chromium
 from tests.report.folders import step_row, write_run
+from tests.report.profiler_traces import write_trace
 from tests.report.test_page import hostile_run
 from tests.report.test_server import served
 
@@ -44,9 +46,13 @@ def is_wider_than_the_screen(page: Page) -> bool:
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
 def test_a_run_is_drawn_without_an_error(width: int, dark: bool, tmp_path: Path, browser: Browser) -> None:
-    page = browser.open(written(tmp_path, write_run(tmp_path)), width=width, dark=dark)
-    titles = ["Curves", "Timeline", "Where the time goes", "A step, by part", "Memory"]
+    run = write_run(tmp_path)
+    (run / "profiler").mkdir()
+    write_trace(run / "profiler" / "0.json", 0, random.Random(0))
+    page = browser.open(written(tmp_path, run), width=width, dark=dark)
+    titles = ["Curves", "Timeline", "Where the time goes", "What the GPU streams did", "A step, by part"]
     titles += [
+        "Memory",
         "Bytes that rank 0 sends in a step",
         "The model over stages",
         "How to do better",

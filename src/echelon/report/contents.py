@@ -9,6 +9,7 @@ import numpy as np
 
 from echelon.quantities import show_bytes, show_seconds
 from echelon.report.analysis import AXES, Analysis, analyse
+from echelon.report.device_trace import read_device_times
 from echelon.report.run_files import Column, RunFiles, finite, whole
 from echelon.report.thinning import thin
 from echelon.report.timeline import timeline
@@ -30,6 +31,7 @@ def contents(run: RunFiles, foresight: dict[str, Any]) -> dict[str, Any]:
     trace = read_trace(run.trace)
     analysis = analyse(trace) if trace.steps else None
     prediction = foresight.get("prediction")
+    devices = read_device_times(run.path, run.notes)
     return {
         "name": run.path.name or str(run.path),
         "path": str(run.path),
@@ -43,6 +45,7 @@ def contents(run: RunFiles, foresight: dict[str, Any]) -> dict[str, Any]:
         "marks": marks(run),
         "parts": parts(run, prediction, analysis),
         "analysis": None if analysis is None else _plain(analysis),
+        "devices": [_rounded(row._asdict()) for row in devices],
         "timeline": timeline(trace) if trace.steps else None,
         "memory": memory(run, prediction),
         "bytes": moved(run, foresight.get("bytes")),

@@ -259,6 +259,16 @@
         el("div", {}, el("h3", {}, "Idle time by place, mean of ranks"), table(["where", "seconds|"], Object.entries(causes).sort((a, b) => b[1] - a[1]).map(([cause, value]) => [cause, seconds(value)])))));
   }
 
+  function deviceSection(run) {
+    if (!run.devices.length) return null;
+    const cause = (rank, name) => seconds(rank.idle_by[name] || 0);
+    const rows = run.devices.map((rank) => [`rank ${rank.rank}`, seconds(rank.window), percent(rank.compute / rank.window, 1), percent(rank.exposed / rank.window, 1),
+      percent(rank.idle / rank.window, 1), percent(rank.overlap, 1), cause(rank, "the host"), cause(rank, "other streams"), cause(rank, "between kernels")]);
+    return section("What the GPU streams did", null,
+      table(["", "window|", "computes|", "communicates or copies only|", "idle|", "overlap|", "waits for the host|", "for other streams|", "between kernels|"], rows),
+      el("p", { class: "note" }, "From traces of torch.profiler. The last three columns are of the stream that computes most."));
+  }
+
   const tip = el("div", { class: "tip", role: "tooltip" });
   const sliceColour = (kind) => (kind.startsWith("communication: ") ? AXES[kind.slice(15)] || "#64748b" : KINDS[kind] || "#64748b");
 
@@ -433,7 +443,7 @@
       state.data.live ? el("span", { class: "quiet", id: "live" }, "live") : ""),
     el("p", { class: "sub" }, run.plan ? el("code", {}, run.plan) : "", run.reason ? el("span", { class: "bad" }, "  " + run.reason) : ""),
   ];
-  const detail = (run) => [timelineSection, analysisSection, partsSection, memorySection, bytesSection, gatesSection, stagesSection, plansSection, eventsSection, machineSection].map((make) => make(run)).filter(Boolean);
+  const detail = (run) => [timelineSection, analysisSection, deviceSection, partsSection, memorySection, bytesSection, gatesSection, stagesSection, plansSection, eventsSection, machineSection].map((make) => make(run)).filter(Boolean);
 
   function comparison(data) {
     const rows = data.differences.map((row) => [row.name, ...row.values.map((value, place) => {
