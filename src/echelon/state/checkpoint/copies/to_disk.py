@@ -15,21 +15,17 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.assembly import RankSlice
-from echelon.state.checkpoint.assignment import Assignment, join_reports, share_out
-from echelon.state.checkpoint.atomic import new_token
+from echelon.state.checkpoint.assignment import share_out
 from echelon.state.checkpoint.copies import rank_file
 from echelon.state.checkpoint.copies.folder import Entry, MemoryFolder, step_of
-from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
-from echelon.state.checkpoint.manifest import FileRecord, Manifest, OtherVersionError
+from echelon.state.checkpoint.file_image import FileLayout, lay_out
+from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
 from echelon.state.checkpoint.manifest_reader import DTYPE_NAMES
-from echelon.state.checkpoint.part_writer import FilledChunks, Sink
-from echelon.state.checkpoint.rank_save import SaveOptions, commit, write_files
+from echelon.state.checkpoint.rank_save import SaveOptions
+from echelon.state.checkpoint.save_alone import save_alone
 from echelon.state.checkpoint.saved import SavedState
-from echelon.state.checkpoint.storage_errors import RETRIES, report_write_errors
-from echelon.state.checkpoint.target import target_at
+from echelon.state.checkpoint.storage_errors import RETRIES
 from echelon.state.ownership import Slice
-
-_CPU = torch.device("cpu")
 
 
 @final
@@ -75,30 +71,21 @@ class HostCopies:
         retries: int = RETRIES,
     ) -> None:
         assert (wait, copy_behind) == (True, False), "no step could go on meanwhile"
-        assignment = self._assign()
         about = replace(self._about, extra=dict(extra or {}), tensors={}, numbers={}, files={})
-        target = target_at(path, new_token())
-        try:
-            with report_write_errors(path):
-                target.begin()
-                files: dict[str, tuple[object, ...]] = {}
-                for saved, layouts in zip(self._states, assignment.layouts, strict=True):
-                    files |= write_files(target, layouts, partial(_write, saved), retries)
-            report = {"numbers": self._about.numbers, "files": files}
-            manifest = join_reports(about, assignment, [report], target.stored_name)
-            commit(path, target, manifest, SaveOptions(then=then, retries=retries))
-        except BaseException:
-            target.abandon()
-            raise
+        files = [
+            (layout, partial(_read, saved))
+            for saved, layouts in zip(self._states, self._layouts(), strict=True)
+            for layout in layouts
+        ]
+        save_alone(path, about, self._about.numbers, files, SaveOptions(then=then, retries=retries))
 
-    def _assign(self) -> Assignment:
+    def _layouts(self) -> list[list[FileLayout]]:
         written = share_out([_slices(rank, each.manifest) for rank, each in enumerate(self._states)])
         tensors = self._about.tensors
-        layouts = [
+        return [
             lay_out(rank, [(box, DTYPE_NAMES[tensors[box.name][box.part].dtype]) for box in boxes])
             for rank, boxes in enumerate(written)
         ]
-        return Assignment("", layouts, [])
 
 
 def _generations(folder: MemoryFolder, after: int) -> list[list[Entry]]:
@@ -119,10 +106,7 @@ def _slices(rank: int, manifest: Manifest) -> list[RankSlice]:
     ]
 
 
-def _write(saved: SavedState, layout: FileLayout, sink: Sink) -> FileRecord:
-    def read(box: Slice) -> Tensor:
-        out = torch.empty(box.sizes, dtype=DTYPE_NAMES[saved.manifest.tensors[box.name][box.part].dtype])
-        saved.read(box, out)
-        return out
-
-    return FilledChunks(layout.size, _CPU).write(sink, FileImage(layout, read))
+def _read(saved: SavedState, box: Slice) -> Tensor:
+    out = torch.empty(box.sizes, dtype=DTYPE_NAMES[saved.manifest.tensors[box.name][box.part].dtype])
+    saved.read(box, out)
+    return out
