@@ -20,3 +20,6 @@ def test_it_says_what_it_wrote(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "1 tensors, 8 B, from torch.save" in " ".join(out.split())
     code, out, _ = output(capsys, *command, "--unsafe-pickle", "--json")
     assert json.loads(out)["tensors"] == 1
+    code, _, err = output(capsys, *command, "--unsafe-pickle", "--to", "checkpoint")
+    assert code == 2
+    assert "leave out --to checkpoint" in " ".join(err.split())

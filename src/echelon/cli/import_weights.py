@@ -15,7 +15,13 @@ Source = Annotated[
         help="A folder of torch DCP (FSDP2, torchtitan) or DeepSpeed (universal, ZeRO), or a file.",
     ),
 ]
-Out = Annotated[Path, typer.Option(help="The folder to write: safetensors.")]
+Out = Annotated[Path, typer.Option(help="The folder to write.")]
+To = Annotated[
+    str,
+    typer.Option(
+        help="weights: safetensors. checkpoint: what engine.load takes, with the optimizer's state."
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -35,19 +41,20 @@ UnsafePickle = Annotated[
 def import_weights(
     source: Source,
     out: Out,
+    to: To = "weights",
     config: Config = None,
     prefix: Prefix = None,
     dtype: Dtype = None,
     unsafe_pickle: UnsafePickle = False,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of another system's checkpoint as safetensors, without any rank."""
+    """Write another system's checkpoint as safetensors or as a checkpoint of echelon's, without any rank."""
     from echelon.train.import_weights import import_weights
 
     screen = console(as_json)
     with screen.status(f"importing {source} …"):
         done = import_weights(
-            source, out, unsafe_pickle=unsafe_pickle, config=config, prefix=prefix, dtype=dtype
+            source, out, unsafe_pickle=unsafe_pickle, to=to, config=config, prefix=prefix, dtype=dtype
         )
     if as_json:
         print_json(

@@ -1,4 +1,5 @@
-"""The weights of another system's checkpoint as safetensors: one process, one tensor in memory at a time.
+"""Another system's checkpoint as safetensors, or as a checkpoint of echelon's (import_checkpoint.py): one
+process, one tensor in memory at a time.
 
 torch DCP     .metadata and *.distcp: FSDP2, torchtitan, Accelerate with FSDP
 DeepSpeed     universal checkpoints, and those of ZeRO 1 to 3
@@ -25,10 +26,13 @@ from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_weights
 from echelon.state.weight_files.foreign.dcp import METADATA, open_dcp
 from echelon.state.weight_files.foreign.deepspeed import find_deepspeed, open_deepspeed
 from echelon.state.weight_files.foreign.restricted_pickle import load_torch
-from echelon.state.weight_files.foreign.tensors import MODEL_PREFIXES, ForeignTensors
+from echelon.state.weight_files.foreign.tensors import MODEL_PREFIXES, OTHERS, ForeignTensors
 from echelon.state.weight_files.tensor_file import report_os_errors
 from echelon.state.weight_files.weight_folder import CONFIG, read_json
 from echelon.train.export_run import DTYPES
+from echelon.train.import_checkpoint import write_checkpoint
+
+TARGETS = ("weights", "checkpoint")
 
 
 class Imported(NamedTuple):
@@ -47,16 +51,24 @@ def import_weights(
     out: Path,
     *,
     unsafe_pickle: bool,
+    to: str = "weights",
     config: Path | None = None,
     prefix: str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Imported:
     """Write the weights of a checkpoint to `out`. With `config`, the Hugging Face folder of the same model,
-    `out` becomes one too, and the names and shapes are checked."""
-    raise_errors(f"import of {source}", _argument_errors(source, out, config, dtype, unsafe_pickle))
+    `out` becomes one too, and the names and shapes are checked. to="checkpoint" writes what engine.load
+    takes, with the optimizer's state."""
+    errors = [*_target_errors(to, dtype), *_argument_errors(source, out, config, dtype, unsafe_pickle)]
+    raise_errors(f"import of {source}", errors)
     foreign = _open(source)
     prefix, names = _choose(foreign, config, prefix)
+    if to == "checkpoint":
+        written = write_checkpoint(out, foreign, prefix, names)
+        left = {*foreign.skipped, *foreign.shapes} - written.names - foreign.aliases
+        skipped = tuple(sorted(name for name in left if not name.startswith(OTHERS)))
+        return Imported(out, foreign.kind, prefix, written.tensors, written.num_bytes, skipped)
     entries = foreign.entries(names, None if dtype is None else getattr(torch, dtype), prefix)
     tensors = (
         foreign.read(name).to(entry.dtype).contiguous() for name, entry in zip(names, entries, strict=True)
@@ -68,6 +80,16 @@ def import_weights(
             shutil.copyfile(config / CONFIG, out / CONFIG)  # last: a folder that has one is complete
     skipped = tuple(sorted({*foreign.skipped, *foreign.shapes} - set(names)))
     return Imported(out, foreign.kind, prefix, len(entries), sum(each.nbytes for each in entries), skipped)
+
+
+def _target_errors(to: str, dtype: str | None) -> list[str]:
+    if to not in TARGETS:
+        return [f"--to {to}: is no form that is written{did_you_mean(to, TARGETS)}"]
+    if to == "checkpoint" and dtype is not None:
+        return [
+            "--dtype: a checkpoint has the values as they were; engine.load converts them as its plan says"
+        ]
+    return []
 
 
 def _argument_errors(

@@ -106,8 +106,8 @@ def test_a_rank_that_is_missing_is_noticed(tmp_path: Path) -> None:
     ("about", "says"),
     [
         ({"param_shapes": None}, "have no param_shapes"),
-        ({"frozen_param_shapes": {"a": (2,)}}, "has frozen parameters"),
-        ({"param_shapes": [{"a": torch.Size((1000,))}, {}]}, "values, and the files hold"),
+        ({"frozen_param_shapes": {"a": (2,)}}, "the frozen parameter a has 2 values, and the files hold 0"),
+        ({"param_shapes": [{"a": torch.Size((1000,))}, {}]}, "values up to a, and the files hold"),
     ],
 )
 @pytest.mark.parametrize("level", [2, 3])

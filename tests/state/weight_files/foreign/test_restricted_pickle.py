@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from collections import OrderedDict
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from echelon.errors import UserError
-from echelon.state.weight_files.foreign.restricted_pickle import Inert, load_pickle, load_torch
+from echelon.state.weight_files.foreign.restricted_pickle import Inert, load_pickle, load_torch, plain
 
 
 class Evil:
@@ -29,6 +30,22 @@ class Settings:
 
     def __init__(self) -> None:
         self.rate = 0.5
+
+
+class Stage(IntEnum):
+    """An enumeration of such a system."""
+
+    WEIGHTS = 3
+
+
+class Rebuilt:
+    """Would have torch's function for tensors with attributes call another one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return torch._tensor._rebuild_from_type_v2, (os.mkdir, torch.Tensor, (str(self.path),), {})
 
 
 class Listed(list[int]):
@@ -65,6 +82,24 @@ def test_objects_of_other_classes_keep_their_state(tmp_path: Path) -> None:
     assert settings.rate == 0.5
     assert type(settings).name.endswith("Settings")
     assert isinstance(listed, Inert)
+
+
+def test_tensors_with_attributes_and_members_of_enumerations_keep_their_values(tmp_path: Path) -> None:
+    tensor = torch.nn.Parameter(torch.arange(3.0))
+    tensor.ds_id = "0_7"  # type: ignore[attr-defined]
+    marked = torch.arange(4.0)
+    marked.ds_id = "0_8"  # type: ignore[attr-defined]
+    torch.save({"a": tensor, "b": marked, "stage": Stage.WEIGHTS, "step": 2}, tmp_path / "a.pt")
+    loaded = load_torch(tmp_path / "a.pt")
+    assert torch.equal(loaded["b"], marked)
+    assert (plain(loaded["stage"]), plain(loaded["step"])) == (3, 2)
+
+
+def test_a_tensor_with_attributes_is_made_by_functions_for_tensors_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(Rebuilt(tmp_path / "evil")))
+    with pytest.raises(UserError, match="makes no tensor"):
+        load_pickle(tmp_path / "a.pkl")
+    assert not (tmp_path / "evil").exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", b"\x80\x04."])

@@ -3,12 +3,18 @@
     .metadata       a pickle file: shape, type and chunks of each tensor, and where the bytes of a chunk are
     __0_0.distcp    the chunks of rank 0, one behind the other, each as torch.save writes a tensor
 
-A tensor is put together from its chunks, whatever ranks wrote them.
+A tensor is put together from its chunks, whatever ranks wrote them. Of an optimizer whose state is by names
+(torch's get_state_dict) there are
+
+    optimizer.state.NAME.exp_avg             a tensor
+    optimizer.param_groups.0.lr              plain values, as torch.save writes them; .params lists names
+    optimizer.param_groups.NAME.lr           with flatten_optimizer_state_dict
 """
 
 import io
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +23,19 @@ from torch import Tensor
 
 from echelon.errors import UserError, raise_errors
 from echelon.state.weight_files.foreign.restricted_pickle import Inert, load_pickle, load_torch
-from echelon.state.weight_files.foreign.tensors import ForeignTensors
+from echelon.state.weight_files.foreign.tensors import (
+    PARAMETERS,
+    STEP,
+    ForeignOptimizer,
+    ForeignTensors,
+    as_step,
+    plain_options,
+)
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint."
+_STATE = re.compile(r"((?:\w+\.)?optim\w*\.|)state\.(.+)\.(\w+)")
+_OPTION = re.compile(r"((?:\w+\.)?optim\w*\.|)param_groups\.(.+)\.(\w+)")
 _TENSOR, _BYTES = f"{_CLASSES}metadata.TensorStorageMetadata", f"{_CLASSES}metadata.BytesStorageMetadata"
 
 
@@ -60,7 +75,50 @@ def open_dcp(folder: Path) -> ForeignTensors:
                 errors.append(f"{name}: is described wrongly: {error}")
     raise_errors(str(folder), errors)
     shapes = {name: (each.shape, each.dtype) for name, each in stored.items()}
-    return ForeignTensors("torch DCP", shapes, lambda name: _read(folder, name, stored[name]), tuple(skipped))
+    foreign = ForeignTensors(
+        "torch DCP", shapes, lambda name: _read(folder, name, stored[name]), tuple(skipped)
+    )
+    return foreign._replace(
+        optimizer=lambda: _optimizer(foreign, lambda name: _read_plain(folder, name, where))
+    )
+
+
+def _optimizer(foreign: ForeignTensors, read_plain: Callable[[str], Any]) -> ForeignOptimizer:
+    found = filter(None, map(_STATE.fullmatch, (*foreign.shapes, *foreign.skipped)))
+    stored = {
+        (match[2], match[3]): match[0]
+        for match in found
+        if match[0] in foreign.shapes or match[3] == STEP  # a step may be a plain number
+    }
+    shapes = {key: foreign.shapes.get(name, ((), torch.float32)) for key, name in stored.items()}
+
+    def read(name: str, part: str) -> Tensor:
+        entry = stored[name, part]
+        value = foreign.read(entry) if entry in foreign.shapes else read_plain(entry)
+        return as_step(value) if part == STEP else value
+
+    groups: dict[str, dict[str, Any]] = {}
+    for match in filter(None, map(_OPTION.fullmatch, foreign.skipped)):
+        groups.setdefault(match[2], {})[match[3]] = read_plain(match[0])
+    return ForeignOptimizer(
+        shapes,
+        read,
+        [
+            {**dict(plain_options(group)), PARAMETERS: sorted(map(str, group.get("params", [name])))}
+            for name, group in groups.items()
+        ],
+    )
+
+
+def _read_plain(folder: Path, name: str, where: Mapping[Any, Any]) -> Any:
+    """Read an entry that is no tensor."""
+    try:
+        place = where[name, ()]
+        file = _file_of(folder, place)
+        data = _bytes_of(file, *_numbers((place.offset, place.length)))
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: {name}: is described wrongly: {error}") from None
+    return load_torch(data, f"{file} ({name})")
 
 
 def _read_entry(folder: Path, name: str, about: Inert, where: Mapping[Any, Any]) -> _Stored:
@@ -71,11 +129,7 @@ def _read_entry(folder: Path, name: str, about: Inert, where: Mapping[Any, Any])
     for chunk in about.chunks:  # type: ignore[attr-defined]
         offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
         place = where[name, offsets]
-        if getattr(place, "transform_descriptors", None):
-            raise ValueError(f"its bytes are changed by {place.transform_descriptors}")
-        file = str(place.relative_path)
-        if Path(file).name != file or not (folder / file).is_file():
-            raise ValueError(f"the file {file!a} is not in the folder")
+        file = _file_of(folder, place).name
         begin, length = _numbers((place.offset, place.length))
         chunks.append(_Chunk(offsets, sizes, file, begin, length))
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
@@ -89,6 +143,21 @@ def _read_entry(folder: Path, name: str, about: Inert, where: Mapping[Any, Any])
     return _Stored(shape, dtype, tuple(chunks))
 
 
+def _file_of(folder: Path, place: Any) -> Path:
+    name = str(place.relative_path)
+    if Path(name).name != name or not (folder / name).is_file():
+        raise ValueError(f"the file {name!a} is not in the folder")
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError(f"its bytes are changed by {place.transform_descriptors}")
+    return folder / name
+
+
+def _bytes_of(file: Path, begin: int, length: int) -> io.BytesIO:
+    with file.open("rb") as stream:
+        stream.seek(begin)
+        return io.BytesIO(stream.read(length))
+
+
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values or ())
     if not all(type(each) is int and each >= 0 for each in numbers):
@@ -99,9 +168,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 def _read(folder: Path, name: str, stored: _Stored) -> Tensor:
     out = torch.empty(stored.shape, dtype=stored.dtype)
     for chunk in stored.chunks:
-        with (folder / chunk.file).open("rb") as file:
-            file.seek(chunk.begin)
-            data = io.BytesIO(file.read(chunk.length))
+        data = _bytes_of(folder / chunk.file, chunk.begin, chunk.length)
         subject = f"{folder / chunk.file} ({name})"
         part = load_torch(data, subject)
         if not isinstance(part, Tensor) or tuple(part.shape) != chunk.sizes or part.dtype != stored.dtype:

@@ -28,6 +28,7 @@ class Inert:
     """Stands for an object of a class that is not loaded: its name, arguments and state are kept."""
 
     name: ClassVar[str] = ""
+    args: tuple[Any, ...] = ()
 
     def __init__(self, *args: Any, **_: Any) -> None:
         self.args = args
@@ -67,6 +68,18 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 _REBUILD = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
 
 
+def _rebuild_plain(make: Any, _kind: Any, args: tuple[Any, ...], _attributes: Any) -> Any:
+    """A tensor on which a program has set attributes, as DeepSpeed does, without them."""
+    if make not in [getattr(torch._utils, name) for name in _REBUILD]:
+        raise pickle.UnpicklingError(f"{make!a} makes no tensor")
+    return make(*args)
+
+
+def plain(value: Any) -> Any:
+    """The value of a member of an enumeration, whose class is not loaded."""
+    return value.args[0] if isinstance(value, Inert) and len(value.args) == 1 else value
+
+
 @final
 class RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -74,6 +87,8 @@ class RestrictedUnpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         if module == "torch._utils" and name in _REBUILD:
             return getattr(torch._utils, name)
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return _rebuild_plain
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         return _inert(f"{module}.{name}")
