@@ -11,7 +11,7 @@ from echelon.plan import Plan
 from tests.test_migrate import PAGE
 from tests.train.integrations import packages
 
-LINE = re.compile(r"^ParallelismConfig\((.*)\)\s+# (.+)$", re.MULTILINE)
+LINE = re.compile(r"^# (.+)\nParallelismConfig\((.*)\)$", re.MULTILINE)
 
 
 def fields_of(arguments: str) -> dict[str, object]:
@@ -22,8 +22,8 @@ def fields_of(arguments: str) -> dict[str, object]:
 
 def test_each_configuration_has_the_axes_of_its_plan() -> None:
     packages.need("torchtitan", "tyro", "docstring_parser", "typeguard", "spmd_types")
-    plans = [Plan.parse(plan) for _, plan in LINE.findall(PAGE)]
-    configurations = [fields_of(arguments) for arguments, _ in LINE.findall(PAGE)]
+    plans = [Plan.parse(plan) for plan, _ in LINE.findall(PAGE)]
+    configurations = [fields_of(arguments) for _, arguments in LINE.findall(PAGE)]
     pairs = [(fields, plan.ranks) for fields, plan in zip(configurations, plans, strict=True)]
     found = packages.run_program("titan_plans.py", json.dumps(pairs))
     assert len(found) >= 6
@@ -35,4 +35,4 @@ def test_each_configuration_has_the_axes_of_its_plan() -> None:
 
 def test_the_plans_are_plans() -> None:
     """Also where torchtitan is not installed."""
-    assert [Plan.parse(plan).ranks for _, plan in LINE.findall(PAGE)] == [4, 8, 2, 2, 2, 4]
+    assert [Plan.parse(plan).ranks for plan, _ in LINE.findall(PAGE)] == [4, 8, 2, 2, 2, 4]
