@@ -5,7 +5,8 @@ where torch has none. They take turns step by step in the same ranks. The losses
 agree, or there is no result.
 
 Beside the times are two bubbles of echelon's steps: the measured one, and that of the same program simulated
-with the medians of the measured costs.
+with the medians of the measured costs. The last cases say what zero-bubble pays for it: the backward pass of
+three layers in halves, gradients of inputs and of weights, beside that in one, in this process alone.
 """
 
 import dataclasses
@@ -15,16 +16,20 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from benchmarks.compare import Row, compare, slowest
 from benchmarks.harness import alternate, measuring_ranks, timed
 from benchmarks.stages import PEERS, torch_step
 from echelon.engine import Engine
+from echelon.engine.step.runtime.split_backward import SplitBackward
 from echelon.launching import TRAINING_MODULES, preload
-from echelon.models import ModelConfig
+from echelon.models import ModelConfig, build
 from echelon.plan import Plan
-from echelon.program import Program, Span, build, simulate
+from echelon.program import Program, Span, simulate
+from echelon.program import build as build_program
 from echelon.program.simulate import bubble_of, measured_costs
 from echelon.train.rehearsal import Batch, by_step, make_batch, make_engine
 
@@ -32,6 +37,9 @@ _RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample per microbatch
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "naive", "zero-bubble")
 _FULL = ModelConfig("gpt", layers=6, width=384, heads=6, vocab=256, sequence=128)
 _SMALL = ModelConfig("gpt", layers=2, width=32, heads=2, vocab=64, sequence=16)
+
+_HALVED = [(192, 64), (384, 128), (768, 256), (1536, 256)]  # width and tokens of a microbatch
+_HALVED_LAYERS, _HALVED_ROUNDS = 3, 15
 
 _ROUNDS = (60, 20)  # against torch, where a few percent matter; against echelon's own
 _WARMUP = 4  # the engine meters activations in its first three steps, which makes them slower
@@ -58,6 +66,8 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     rows: list[Row] = []
     for schedule in _SCHEDULES:
         rows += _rows(plan_of(schedule), config, rounds if schedule in PEERS else own_rounds)
+    for width, tokens in _HALVED[:1] if quick else _HALVED:
+        rows += _halves(width, tokens, 2 if quick else _HALVED_ROUNDS)
     settings = {
         "model": dataclasses.asdict(config),
         "parameters": config.num_parameters,
@@ -85,13 +95,41 @@ def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
         measured_ranks = ranks.run(measure, plan, config, rounds)
     check_equal(plan, [rank.losses for rank in measured_ranks])
     steps = by_step([rank.spans for rank in measured_ranks])
-    extras = bubbles(steps, build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks))
+    extras = bubbles(steps, build_program(plan.schedule, plan.replicas, plan.microbatches, plan.chunks))
     rows = compare(plan.schedule, slowest([rank.seconds for rank in measured_ranks]), _baseline(plan))
     return [dataclasses.replace(row, extras=extras if row.contender == _ECHELON else {}) for row in rows]
 
 
 def _baseline(plan: Plan) -> str:
     return f"torch {PEERS[plan.schedule]}" if plan.schedule in PEERS else f"echelon, {_OWN_PEER}"
+
+
+def _halves(width: int, tokens: int, rounds: int) -> list[Row]:
+    config = ModelConfig("gpt", _HALVED_LAYERS, width, 6, vocab=64, sequence=tokens)
+    blocks = build(config).layers()[1:-1]
+    gradient = torch.randn(1, tokens, width)
+    ways: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward() -> None:
+        for block in blocks:
+            block.zero_grad()
+        inputs = outputs = torch.ones(1, tokens, width, requires_grad=True)
+        for block in blocks:
+            outputs = block(outputs)
+        ways[:] = [(inputs, outputs)]
+
+    def in_one() -> None:
+        ways[0][1].backward(gradient)
+
+    def in_halves() -> None:
+        ((inputs, outputs),) = ways
+        halves = SplitBackward([get_gradient_edge(outputs)], [gradient], [inputs])
+        halves.for_inputs()
+        halves.for_weights()
+
+    contenders = {"in one": timed(in_one, before=forward), "in halves": timed(in_halves, before=forward)}
+    samples = alternate(contenders, rounds, warmup=2)
+    return compare(f"backward of {_HALVED_LAYERS} layers of {width}, {tokens} tokens", samples, "in one")
 
 
 def measure(plan: Plan, config: ModelConfig, rounds: int) -> Measured:
