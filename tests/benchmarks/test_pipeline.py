@@ -36,7 +36,7 @@ def test_rows_compare_each_schedule_with_its_peer_and_have_two_bubbles() -> None
         (case, contender, baseline)
         for case, baseline in BASELINES.items()
         for contender in (baseline, "echelon")
-    ]
+    ] + [("backward of 3 layers of 192, 64 tokens", way, "in one") for way in ("in one", "in halves")]
     assert result["settings"]["microbatches"] == 8
     assert result["settings"]["parameters"] == pipeline._SMALL.num_parameters
     for row in result["rows"]:
