@@ -217,3 +217,4 @@ def test_under_torchrun_the_ranks_that_are_there_train(tmp_path: Path) -> None:
     assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["state"] == "finished"
     assert done.stdout.count("echelon train") == 1, "rank 0 alone prints"
     assert done.stdout.count("the run is in") == 1
+    assert done.stdout.count("echelon report ") == 1

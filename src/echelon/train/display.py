@@ -1,5 +1,6 @@
 """The display of a training: a live panel on a terminal, plain lines elsewhere, and a summary."""
 
+import shlex
 import time
 from typing import Any
 
@@ -189,6 +190,8 @@ def print_summary(summary: dict[str, Any], sample: str, console: Console) -> Non
         f"the run is in [bold]{escape(summary['run'])}[/] "
         f"(loss.svg, {'' if share is None else 'experts.svg, '}metrics.jsonl, sample.txt, model/)"
     )
+    command = f"echelon report {shlex.quote(summary['run'])}"
+    console.print(f"a page about it: [bold]{escape(command)}[/]", soft_wrap=True)
 
 
 def _validation(event: Evaluated) -> str:
