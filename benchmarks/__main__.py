@@ -14,8 +14,9 @@ from echelon.launching.torchrun import is_under_torchrun
 
 NAMES = (
     "launch, collectives, step, data-parallel, pipeline, tensor, start, checkpoint, memory, "
-    "selective-costs, moe-dense, one-gpu, short-steps, kernels, recompute, optimizer-step, largest-model, "
-    "gist, gist-accuracy, offload-optimizer, offload-activations, moe-layer; the last eleven need a GPU"
+    "selective-costs, charts, moe-dense, one-gpu, short-steps, kernels, recompute, optimizer-step, "
+    "largest-model, gist, gist-accuracy, offload-optimizer, offload-activations, moe-layer; the last eleven "
+    "need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    charts,
     checkpoint,
     collectives,
     data_parallel,
@@ -78,6 +79,7 @@ def benches() -> dict[str, Bench]:
         "recompute": recompute.bench,
         "optimizer-step": optimizer_step.bench,
         "selective-costs": selective_costs.bench,
+        "charts": charts.bench,
         "moe-dense": moe_dense.bench,
         "largest-model": largest_model.bench,
         "gist": gist.bench,

@@ -74,6 +74,12 @@ def _section(kept: Kept) -> str:
     return "".join(f"{part}\n\n" for part in [*parts, *notes] if part)
 
 
+def figures(name: str, folder: Path = _FOLDER) -> str:
+    """The rows of one result, for the page that explains it."""
+    result = read(folder / f"{name}.json")
+    return f"\n{_rows_table(result)}\n{_origin(result)}\n\n"
+
+
 def _rows_table(result: Result) -> str:
     extras = list(dict.fromkeys(extra for row in result.rows for extra in row.extras))
     lines = [["case", "contender", "time", "ratio to baseline", *map(heading, extras), "target"]]

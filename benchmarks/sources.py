@@ -15,6 +15,8 @@ _PACKAGE = "src/echelon"
 
 _STEP = ("collectives", "engine", "models", "nn", "parallel", "program", "update")  # of a training step
 
+_CHARTS = ("train/charts.py", "program/picture.py", "report/assets/uPlot.iife.min.js")
+
 
 class Subject(NamedTuple):
     """The page that explains a bench, and the rooms of the package that it measures."""
@@ -39,6 +41,7 @@ SUBJECTS = {
     "recompute": Subject("recompute.md", (*_STEP, "memory")),
     "optimizer-step": Subject("precision.md", ("update",)),
     "selective-costs": Subject("selective-recompute.md", ("nn/dropout",)),
+    "charts": Subject("report.md", _CHARTS),
     "moe-dense": Subject("experts.md", (*_STEP, "data")),
     "largest-model": Subject("offload-parameters.md", (*_STEP, "data", "memory", "state")),
     "gist": Subject("gist.md", (*_STEP, "memory")),

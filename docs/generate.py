@@ -4,7 +4,8 @@
     python docs/generate.py --run runs/a     also the loss curve of that run
 
 Numbers come from benchmarks/results/NAME.json alone (`python -m benchmarks NAME --out benchmarks/results`).
-Those of benches are all in docs/benchmarks.md, between `<!-- benches: PART -->` and `<!-- end benches -->`.
+Those of benches are all in docs/benchmarks.md, between `<!-- benches: PART -->` and `<!-- end benches -->`;
+with the name of a bench for PART, its rows are on another page too.
 Records of tests are on the pages that explain them, between `<!-- results: NAME -->` and
 `<!-- end results -->`.
 The tables of a plan's fields and rules, between `<!-- plan: NAME -->` and `<!-- end plan -->`, come from the
@@ -157,12 +158,13 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def bench_table(part: str) -> str:
-    """A part of docs/benchmarks.md."""
+    """A part of docs/benchmarks.md, or the rows of the bench of this name."""
     if str(ROOT) not in sys.path:  # no package installs the benchmarks
         sys.path.insert(0, str(ROOT))
     from benchmarks import page
 
-    return {"overview": page.overview, "sections": page.sections}[part]()
+    parts = {"overview": page.overview, "sections": page.sections}
+    return parts[part]() if part in parts else page.figures(part)
 
 
 def results_table(name: str) -> str:

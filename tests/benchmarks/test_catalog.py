@@ -21,6 +21,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "recompute",
         "optimizer-step",
         "selective-costs",
+        "charts",
         "moe-dense",
         "largest-model",
         "gist",

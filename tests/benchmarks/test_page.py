@@ -63,3 +63,9 @@ def test_parts_of_a_bench_follow_it_and_other_records_do_not(folder: Path) -> No
     save(other, folder).rename(folder / "step-nccl.json")
     heads = [line for line in page.sections(folder).splitlines() if line.startswith("### ")]
     assert heads == ["### step", "### step-large"]
+
+
+def test_the_rows_of_a_bench_are_on_the_page_that_explains_it_too(folder: Path) -> None:
+    text = page.figures("step", folder)
+    assert text.startswith("\n| case | contender | time | ratio to baseline | peak | target |\n")
+    assert "\n\n*`python -m benchmarks step`: " in text

@@ -79,6 +79,7 @@
       return mean;
     });
   };
+  const WHOLE = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
   const withAlpha = (colour, alpha) => colour + Math.round(alpha * 255).toString(16).padStart(2, "0");
 
   function joined(curves) {
@@ -129,7 +130,7 @@
         cursor: { sync: { key: "steps" }, drag: { x: true, y: false }, points: { size: 6 } },
         legend: { live: true },
         scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: options.range || undefined } },
-        axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((t) => (t >= 10000 ? t / 1000 + "k" : t)) },
+        axes: [{ ...axis, size: 28, incrs: WHOLE, values: (_, ticks) => ticks.map((t) => (t >= 10000 ? t / 1000 + "k" : t)) },
           { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : show(tick))) }],
         series: [{ label: "step" }, ...shown.map((curve) => ({
           label: curve.label || "raw", class: curve.label ? null : "raw", stroke: curve.colour, width: curve.label ? 1.7 : 1, spanGaps: true,
