@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.foresight.collectives import ring_seconds
+from echelon.planner.foresight.collectives import exchange_seconds, ring_seconds
 from echelon.planner.foresight.host import stage_kernels, waiting_seconds
 from echelon.planner.foresight.kernels import product_seconds, stream_seconds
 from echelon.planner.foresight.layer import LayerCost, LayerCosts
@@ -20,6 +20,7 @@ _AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0, "sqrt": 1.0}
 # A head that is fused with its loss: its columns are a multiple of 64; the product writes 2 bytes for a
 # logit, the loss reads them twice and writes the gradient.
 _HEAD_ALIGNMENT, _FUSED_TRAFFIC = 64, 8.0
+_COUNT = 8.0  # bytes
 _BEHIND_LAYER = 0.8  # of a layer's computation, that messages of tensor ranks can hide behind
 
 
@@ -101,6 +102,9 @@ def _layer(
     context = times * cost.context
     context_hidden = min(0.9 * context, (3 + again) * cost.attention)
     expert = times * cost.expert
+    if cost.expert and practice.sorts_arrivals:  # each forward pass first says how many tokens it sends
+        counts = exchange_seconds(cluster, _COUNT, settings.expert, settings.tensor, practice.exchange_starts)
+        expert += (1 + settings.records_first) * counts
     expert_hidden = min(practice.hide_expert * expert, compute)
     device = compute + recompute + tensor + context + expert - tensor_hidden - context_hidden - expert_hidden
     data, data_hidden = _gathers(shape, cluster, practice, settings, sparse, compute + recompute)
