@@ -2,11 +2,15 @@
 
     python -m benchmarks.fit_planner RUNS.csv RUNS2.csv --devices a100
     python -m benchmarks.fit_planner RUNS.csv RUNS2.csv --devices h100,h200 --folds 4
+    python -m benchmarks.fit_planner MEGATRON_GOLDEN.csv --devices a100 --figures host --folds 2
+    python -m benchmarks.fit_planner MEGATRON_GOLDEN.csv --devices h100 --figures host_pace
 
 It changes one figure at a time, keeps what lowers the error, and prints the factors and the errors by source.
 With `--folds` it leaves out each part of the models in turn, fits the others, and prints the errors of those
 that it has not seen. What programs do (`Practice`) stays as it is, and so do figures of datasheets: folds
-judge the figures of devices alone, and `Practice` was chosen with all runs in view.
+judge the figures of devices alone, and `Practice` was chosen with all runs in view. Only what hosts take is
+fitted there too: with `--figures host`, the seconds and shares of the programs whose runs are given; with
+`--figures host_pace`, how the host of a device compares with that of an A100.
 """
 
 import argparse
@@ -14,14 +18,16 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
+from typing import TypeVar
 
 from echelon.errors import UserError
-from echelon.planner.cluster.cluster import Cluster
+from echelon.planner.cluster.cluster import Cluster, Device
 from echelon.planner.foresight.kernels import product_seconds
+from echelon.planner.foresight.practice import Practice
 from echelon.planner.foresight.predict import Forecast
 from echelon.planner.validate.rows import Run, read_rows, run_of
 
@@ -29,6 +35,8 @@ Figures = dict[str, float]
 
 # Factors of today's figures; devices of one family keep their ratios.
 _FIGURES = ("matrix", "matrix_knee", "stream", "attention", "stragglers", "inside", "between")
+_OF_HOSTS = ("host_layer", "host_chunk", "host_step", "host_expert", "host_context")  # of a `Practice`
+_CHOICES = {"device": _FIGURES, "host": _OF_HOSTS, "host_pace": ("host_pace",)}
 _LIMITS = (0.5, 1.5)
 _AWAY = 0.8  # where folds start: today's figures know all runs
 _MOST_ERROR = 0.4  # of a run: one that is far off must not decide
@@ -50,8 +58,8 @@ def load(paths: list[Path], devices: tuple[str, ...], every: int) -> list[Run]:
     return runs
 
 
-def start(factor: float = 1.0) -> Figures:
-    return dict.fromkeys(_FIGURES, factor)
+def start(names: Iterable[str] = _FIGURES, factor: float = 1.0) -> Figures:
+    return dict.fromkeys(names, factor)
 
 
 def errors(runs: list[Run], figures: Figures) -> dict[str, list[float]]:
@@ -60,28 +68,35 @@ def errors(runs: list[Run], figures: Figures) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         assert run.seconds
-        forecast = Forecast(run.shape, _with(run, figures), run.practice)
+        forecast = Forecast(run.shape, _cluster(run, figures), _practice(run, figures))
         seconds = forecast.predict(run.settings, run.batch).step_seconds
         found[run.source].append(math.log(seconds / run.seconds))
     return found
 
 
-def _with(run: Run, figures: Figures) -> Cluster:
-    cluster, device = run.cluster, run.cluster.device
+def _cluster(run: Run, figures: Figures) -> Cluster:
+    cluster = run.cluster
     inside, between = cluster.inside, cluster.between
     return replace(
         cluster,
-        device=replace(
-            device,
-            matrix=device.matrix * figures["matrix"],
-            matrix_knee=device.matrix_knee * figures["matrix_knee"],
-            stream=device.stream * figures["stream"],
-            attention=device.attention * figures["attention"],
-        ),
-        stragglers=cluster.stragglers * figures["stragglers"],
-        inside=inside._replace(bandwidth=inside.bandwidth * figures["inside"]),
-        between=between._replace(bandwidth=between.bandwidth * figures["between"]),
+        device=_scaled(cluster.device, figures),
+        stragglers=cluster.stragglers * figures.get("stragglers", 1.0),
+        inside=inside._replace(bandwidth=inside.bandwidth * figures.get("inside", 1.0)),
+        between=between._replace(bandwidth=between.bandwidth * figures.get("between", 1.0)),
     )
+
+
+def _practice(run: Run, figures: Figures) -> Practice:
+    return _scaled(run.practice, {name: figures[name] for name in _OF_HOSTS if name in figures})
+
+
+_Scaled = TypeVar("_Scaled", Device, Practice)
+
+
+def _scaled(figured: _Scaled, figures: Figures) -> _Scaled:
+    """With the factors of its own figures."""
+    own = vars(figured)
+    return replace(figured, **{name: own[name] * factor for name, factor in figures.items() if name in own})
 
 
 def score(runs: list[Run], figures: Figures) -> float:
@@ -114,40 +129,52 @@ def fit(runs: list[Run], figures: Figures, steps: int = _STEPS) -> Figures:
 
 
 def folds(runs: list[Run], count: int) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Parts by model: the runs of one model are all seen, or none."""
-    models = sorted({(run.source, run.shape.name) for run in runs})
+    """Parts by model: the runs of one model, or of one of Megatron's tests, are all seen, or none."""
+    models = sorted(set(map(_model, runs)))
     random.Random(0).shuffle(models)
     for part in range(count):
         held = set(models[part::count])
-        seen = [run for run in runs if (run.source, run.shape.name) not in held]
-        yield seen, [run for run in runs if (run.source, run.shape.name) in held]
+        seen = [run for run in runs if _model(run) not in held]
+        yield seen, [run for run in runs if _model(run) in held]
+
+
+def _model(run: Run) -> tuple[str, str]:
+    return run.source, run.shape.name.partition("/golden_values")[0].removesuffix("_1node")
 
 
 def show(title: str, by_source: dict[str, list[float]]) -> None:
     print(title)
     for source, found in by_source.items():
-        sizes = [math.expm1(abs(each)) for each in found]
-        print(f"  {source[:56]:56} {len(found):4} mean {mean(sizes):6.1%} median {median(sizes):6.1%}")
-    every = [math.expm1(abs(each)) for found in by_source.values() for each in found]
-    print(f"  {'all':56} {len(every):4} mean {mean(every):6.1%} median {median(every):6.1%}")
+        sizes = [abs(math.expm1(each)) for each in found]
+        print(f"  {source[:56]:56} {len(found):4} {_summary(sizes)}")
+    every = [abs(math.expm1(each)) for found in by_source.values() for each in found]
+    print(f"  {'all':56} {len(every):4} {_summary(every)}")
+
+
+def _summary(sizes: list[float]) -> str:
+    nine = sorted(sizes)[int(0.9 * len(sizes))]
+    return f"mean {mean(sizes):6.1%} median {median(sizes):6.1%} 90th percentile {nine:6.1%}"
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--devices", required=True)
+    parser.add_argument("--figures", choices=_CHOICES, default="device")
     parser.add_argument("--folds", type=int, default=0)
     parser.add_argument("--every", type=int, default=10)
     options = parser.parse_args(arguments)
     runs = load(options.files, tuple(options.devices.split(",")), options.every)
+    names = _CHOICES[options.figures]
+    show("errors of today's figures:", errors(runs, start(names)))
     if not options.folds:
-        figures = fit(runs, start())
+        figures = fit(runs, start(names))
         print({name: float(f"{value:.3g}") for name, value in figures.items()})
         show("errors of the runs that were fitted:", errors(runs, figures))
         return
     unseen: dict[str, list[float]] = defaultdict(list)
     for seen, held in folds(runs, options.folds):
-        for source, found in errors(held, fit(seen, start(_AWAY))).items():
+        for source, found in errors(held, fit(seen, start(names, _AWAY))).items():
             unseen[source] += found
     show(f"errors of runs that were not fitted, in {options.folds} parts by model:", unseen)
 

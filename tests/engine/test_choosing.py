@@ -13,6 +13,7 @@ from echelon.engine.choosing import Task, chosen, refusal, shape_of_sample, with
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, preset
+from echelon.plan import Plan
 
 Warm = Callable[[int], Ranks]
 TOKENS = torch.zeros(8, 64, dtype=torch.int64)
@@ -129,8 +130,15 @@ def test_ranks_agree_and_the_printed_plan_gives_the_same(warm_ranks: Warm, own: 
     assert again[1] == first[1]
 
 
-def test_a_limit_of_memory_is_kept_where_the_unsharded_plan_does_not_fit(warm_ranks: Warm) -> None:
-    plain = max(each[2] for each in warm_ranks(2).run(train, "data=2", False))
-    limit = int(0.8 * plain)
-    limited = warm_ranks(2).run(train, f"auto memory={limit} data=2", False)
+@pytest.mark.parametrize(("ranks", "words"), [(2, " data=2"), (2, ""), (4, "")])
+def test_a_limit_of_memory_is_kept_where_the_unsharded_plan_does_not_fit(
+    warm_ranks: Warm, ranks: int, words: str
+) -> None:
+    plain = warm_ranks(ranks).run(train, f"data={ranks}", False)
+    limit = int(0.8 * max(each[2] for each in plain))
+    limited = warm_ranks(ranks).run(train, f"auto memory={limit}{words}", False)
+    plan = Plan.parse(limited[0][0])
+    assert plan.ranks == ranks
+    assert plan.zero or plan.tensor > 1 or plan.stages > 1
     assert max(each[2] for each in limited) < limit
+    assert limited[0][1] == pytest.approx(plain[0][1], rel=1e-4)  # the loss after an update

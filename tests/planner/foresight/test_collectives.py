@@ -37,3 +37,10 @@ def test_neighbours_in_a_node_send_over_its_links() -> None:
 def test_more_ranks_start_later() -> None:
     cluster = read_cluster("h100:4096")
     assert ring_seconds(cluster, 1.0, 4096, 8) > ring_seconds(cluster, 1.0, 16, 8)
+
+
+def test_an_all_to_all_may_take_several_starts() -> None:
+    cluster = read_cluster("h100:8")
+    once, thrice = (exchange_seconds(cluster, 8.0, 8, starts=starts) for starts in (1.0, 3.0))
+    assert once == pytest.approx(2 * cluster.inside.latency, rel=1e-3)
+    assert thrice == pytest.approx(3 * once, rel=1e-3)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from echelon.plan import Plan
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.layer import layer_costs
@@ -87,3 +89,23 @@ def test_a_head_that_is_fused_with_its_loss_pads_its_words_and_keeps_no_logits()
     other = replace(ECHELON, name="not fused", most_logits=0.0)
     assert odd < 0.6 * head_pass(shape, cluster, other, bf16, 8).compute
     assert head_pass(shape, cluster, ECHELON, fp32, 8) == head_pass(shape, cluster, other, fp32, 8)
+
+
+def test_what_spread_experts_cost_beside_their_tokens() -> None:
+    """Each forward pass says first how many tokens come, and those that came are sorted by expert."""
+    shape, cluster = preset_shape("mixtral-8x7b"), read_cluster("h100:8")
+    stage = StageKind(0, 1, 0, 1, False, False)
+
+    def one(settings: Settings, practice: Practice = ECHELON) -> Pass:
+        costs = layer_costs(shape, cluster, practice, settings, 1)
+        return stage_passes(shape, cluster, practice, settings, [stage], costs, Pass())[0]
+
+    unsorted = replace(ECHELON, name="does not sort", sorts_arrivals=False)
+    spread = Settings(data=8, expert=8)
+    counts = 2 * cluster.inside.latency
+    assert one(spread).expert - one(spread, unsorted).expert == pytest.approx(counts, rel=1e-3)
+    recorded = spread._replace(records_first=True)
+    assert one(recorded).expert == pytest.approx(1.5 * one(spread).expert + counts / 2, rel=1e-3)
+    assert one(spread).compute > one(spread, unsorted).compute
+    whole = Settings(data=8)
+    assert one(whole) == one(whole, unsorted)

@@ -31,6 +31,25 @@ def test_arguments_become_columns() -> None:
     assert experts["zero_stage"] == "1"
 
 
+def test_proxies_of_deepseek_have_its_experts_and_attention() -> None:
+    name = "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release"
+    row = ROW | {"file": f"{FOLDER}{name}/golden_values.json", "n_gpus": "", "num-layers": "14"}
+    row |= {"num-experts": "64", "expert-model-parallel-size": "16", "expert-tensor-parallel-size": "1"}
+    run = run_of(
+        row_of_golden(row | {"num-layers-per-virtual-pipeline-stage": "", "ffn-hidden-size": "18432"})
+    )
+    experts = run.shape.experts
+    assert experts is not None
+    assert (experts.number, experts.hidden, experts.top_k, experts.first_dense) == (64, 2048, 8, 3)
+    assert run.shape.latent is not None
+    assert run.cluster.count == 4 * 16  # of 4 stages with 16 ranks for experts: not the usual 8
+
+
+def test_tests_on_one_node_say_so() -> None:
+    for name, host in (("gpt3_mcore_te_tp2_pp2_mla_1node", "one node"), ("gpt3_mcore_te_tp2_pp2_mla", "")):
+        assert row_of_golden(ROW | {"file": f"{FOLDER}gpt/{name}/golden_values.json"})["host"] == host
+
+
 def test_a_peak_that_is_no_number_is_refused() -> None:
     with pytest.raises(UserError, match="peak_mem_bytes"):
         row_of_golden(ROW | {"peak_mem_bytes": "much"})

@@ -13,6 +13,7 @@ from echelon.planner.foresight.practice import (
     MEGATRON_UNFUSED,
     TORCHTITAN,
     Practice,
+    on_one_node,
 )
 from echelon.planner.validate.practices import practice_of
 
@@ -33,6 +34,10 @@ from echelon.planner.validate.practices import practice_of
         ({"source": "NVIDIA Megatron-Bridge perf summary 26.06", "gpu": "DGX-H100"}, MEGATRON),
         ({"source": "NVIDIA Megatron-Bridge perf summary 26.04", "gpu": "DGX-GB200"}, MEGATRON),
         ({"source": "golden", "attention": "unfused"}, MEGATRON_UNFUSED),
+        (
+            {"source": "golden", "attention": "unfused", "host": "one node"},
+            on_one_node(MEGATRON_UNFUSED),
+        ),
     ],
 )
 def test_a_row_says_which_program_made_it(row: dict[str, str], practice: Practice) -> None:

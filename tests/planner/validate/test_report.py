@@ -42,14 +42,25 @@ def test_published_step_times(source: str, mean: float, most: float) -> None:
 
 @needs_published_runs
 def test_all_published_runs_together() -> None:
-    errors = sorted(
-        error
-        for name in ("runs.csv", "runs2.csv")
-        for source in validated(name).values()
-        for error in source.seconds
-    )
+    errors = sorted(errors_of("runs.csv", "runs2.csv"))
     assert median(errors) <= 0.08
     assert errors[int(0.9 * len(errors))] <= 0.20
+
+
+@needs_published_runs
+def test_steps_that_wait_for_their_host() -> None:
+    """Megatron-LM's own tests, most of which wait for their host; repeats of one test differ by 17 % in the
+    90th percentile from their own median. The second limit is of all published runs."""
+    tests = sorted(errors_of("megatron_golden.csv"))
+    assert median(tests) <= 0.13
+    assert tests[int(0.9 * len(tests))] <= 0.35
+    every = sorted([*tests, *errors_of("runs.csv", "runs2.csv")])
+    assert median(every) <= 0.08
+    assert every[int(0.9 * len(every))] <= 0.21
+
+
+def errors_of(*names: str) -> list[float]:
+    return [error for name in names for source in validated(name).values() for error in source.seconds]
 
 
 @needs_published_runs

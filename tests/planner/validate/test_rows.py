@@ -68,6 +68,12 @@ def test_the_microbatch_that_nobody_stated_is_the_fastest_that_fits() -> None:
     assert unstated.predict().step_seconds == min(fitting)
 
 
+def test_chunks_that_a_row_leaves_out_are_those_of_another_row(tmp_path: Path) -> None:
+    rows = [ROW, ROW | {"vpp": ""}, ROW | {"vpp": "", "pp": "4"}, ROW | {"vpp": "", "model": "GPT 22B"}]
+    (tmp_path / "runs.csv").write_text("\n".join([",".join(ROW), *(",".join(row.values()) for row in rows)]))
+    assert [run_of(row).settings.chunks for row in read_rows(tmp_path / "runs.csv")] == [3, 3, 1, 1]
+
+
 @pytest.mark.parametrize("column", ["layers", "hidden", "seq", "global_batch"])
 def test_a_row_that_tells_too_little_is_refused(column: str) -> None:
     with pytest.raises(UserError, match=column):

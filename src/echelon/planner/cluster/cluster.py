@@ -23,6 +23,7 @@ class Device:
     launch           seconds of a kernel that has nothing to do
     kernels          share of `stream` that kernels between products reach
     update           share of `stream` that the optimizer's update reaches
+    host_pace        seconds in which its host issues kernels, as a multiple of those of an A100's host
     host_layer       seconds of a pass through a layer in which a processor issues kernels, and no more
     host_update      the same of a layer's update
     reserve          bytes that are always taken: a context, and what NCCL allocates
@@ -42,6 +43,7 @@ class Device:
     launch: float = 5e-6
     kernels: float = 1.0
     update: float = 1.0
+    host_pace: float = 1.0
     host_layer: float = 0.0
     host_update: float = 0.0
     reserve: float = 1.5e9

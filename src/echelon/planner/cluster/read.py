@@ -21,7 +21,7 @@ from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.cluster.cluster import Cluster, Device, Link, is_positive
 
 _FOLDER = Path(__file__).resolve().parent.parent / "calibration"
-_KERNELS = ("matrix", "matrix_knee", "fp8", "fp4", "attention", "stream", "launch")
+_KERNELS = ("matrix", "matrix_knee", "fp8", "fp4", "attention", "stream", "launch", "host_pace")
 _DEVICE = ("memory", "bandwidth", "cores", *_KERNELS)
 _NODE = ("per_node", "host_memory", "host_bandwidth", "stragglers", "price")
 _A100_40 = re.compile(r"a100.*40 ?gb")

@@ -22,15 +22,18 @@ def ring_seconds(cluster: Cluster, size: float, ranks: int, stride: int = 1, pas
     return passes * (start + (ranks - 1) / ranks * size / bandwidth)
 
 
-def exchange_seconds(cluster: Cluster, size: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of an all-to-all in which each rank has `size` bytes to send."""
+def exchange_seconds(
+    cluster: Cluster, size: float, ranks: int, stride: int = 1, starts: float = 1.0
+) -> float:
+    """Seconds of an all-to-all in which each rank has `size` bytes to send, and which takes as many `starts`
+    of an all-reduce."""
     if ranks <= 1 or not size:
         return 0.0
     members = cluster.members(ranks, stride)
     inside = size * (members - 1) / ranks / cluster.inside.bandwidth
     between = size * (ranks - members) / ranks / cluster.between.bandwidth
     latency = (cluster.inside if members >= ranks else cluster.between).latency
-    return latency * (1 + log2(ranks)) / 2 + max(inside, between)
+    return starts * latency * (1 + log2(ranks)) / 2 + max(inside, between)
 
 
 def hop_seconds(cluster: Cluster, size: float, stride: int) -> float:

@@ -88,7 +88,7 @@ def layer_cost(
         scores.forward,
         _tensor_seconds(shape, cluster, settings, tokens),
         _context_seconds(shape, cluster, settings, tokens),
-        _expert_seconds(shape, cluster, settings, tokens) if sparse else 0.0,
+        _expert_seconds(shape, cluster, practice, settings, tokens) if sparse else 0.0,
         saved,
         kept,
         checkpoint,
@@ -163,7 +163,8 @@ def _stream(
     width = shape.ffn
     if sparse and shape.experts is not None:
         width = shape.experts.shared + shape.experts.top_k * shape.experts.hidden
-        around += 8.0 * shape.experts.top_k * shape.hidden / ranks  # sorted by expert, and back
+        sorts = 2 if practice.sorts_arrivals and settings.expert > 1 else 1
+        around += sorts * 8.0 * shape.experts.top_k * shape.hidden / ranks  # sorted by expert, and back
     within = (6 if shape.gated else 4) * width / ranks
     if not shape.learned_positions:
         within += 4 * (shape.key_width + shape.kv_width) / ranks
@@ -196,13 +197,15 @@ def _context_seconds(shape: ModelShape, cluster: Cluster, settings: Settings, to
     return ring_seconds(cluster, size * 2 * shape.kv_width * ranks, ranks, stride)
 
 
-def _expert_seconds(shape: ModelShape, cluster: Cluster, settings: Settings, tokens: int) -> float:
+def _expert_seconds(
+    shape: ModelShape, cluster: Cluster, practice: Practice, settings: Settings, tokens: int
+) -> float:
     """Tokens to their experts, and back."""
     assert shape.experts is not None
     share = settings.tensor if settings.sequence or settings.expert_tensor < settings.tensor else 1
     size = activation_bytes(settings) * tokens * shape.experts.top_k * shape.hidden / share
     stride = settings.tensor if settings.expert_tensor == settings.tensor else 1
-    return 2 * exchange_seconds(cluster, size, settings.expert, stride)
+    return 2 * exchange_seconds(cluster, size, settings.expert, stride, practice.exchange_starts)
 
 
 def activation_bytes(settings: Settings) -> float:

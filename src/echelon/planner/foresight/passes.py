@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from echelon.planner.cluster.cluster import Cluster
-from echelon.planner.foresight.collectives import ring_seconds
+from echelon.planner.foresight.collectives import exchange_seconds, ring_seconds
+from echelon.planner.foresight.host import stage_kernels, waiting_seconds
 from echelon.planner.foresight.kernels import product_seconds, stream_seconds
 from echelon.planner.foresight.layer import LayerCost, LayerCosts
 from echelon.planner.foresight.memory import expert_copies, has_fused_head, stage_parameters
@@ -19,6 +20,7 @@ _AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0, "sqrt": 1.0}
 # A head that is fused with its loss: its columns are a multiple of 64; the product writes 2 bytes for a
 # logit, the loss reads them twice and writes the gradient.
 _HEAD_ALIGNMENT, _FUSED_TRAFFIC = 64, 8.0
+_COUNT = 8.0  # bytes
 _BEHIND_LAYER = 0.8  # of a layer's computation, that messages of tensor ranks can hide behind
 
 
@@ -63,12 +65,22 @@ def stage_passes(
     )
     if settings.records_first:  # a third of the head's work is its forward pass
         head = head._replace(recompute=head.compute / 3)
-    passes = []
+    passes, times = [], 2 + _again(settings)
     for stage in stages:
-        layers = head if stage.head else Pass()
-        layers = layers.plus(dense, stage.dense) if stage.dense else layers
-        passes.append(layers.plus(sparse, stage.sparse) if stage.sparse else layers)
+        work = head if stage.head else Pass()
+        busy = 0.0 if practice.runs_ahead else -work.total
+        work = work.plus(dense, stage.dense) if stage.dense else work
+        work = work.plus(sparse, stage.sparse) if stage.sparse else work
+        kernels = times * stage_kernels(shape, practice, settings, stage)
+        host = waiting_seconds(practice, cluster.device, kernels, busy + work.total)
+        passes.append(work._replace(host=host))
     return passes
+
+
+def _again(settings: Settings) -> float:
+    """How often the forward pass of a layer runs again."""
+    again = settings.remade if settings.recompute == "budget" else _AGAIN[settings.recompute]
+    return again + settings.records_first
 
 
 def _layer(
@@ -79,13 +91,10 @@ def _layer(
     cost: LayerCost,
     sparse: bool,
 ) -> Pass:
-    again = settings.remade if settings.recompute == "budget" else _AGAIN[settings.recompute]
+    again = _again(settings)
     recompute = again * cost.forward
     if settings.recompute == "selective":
-        recompute = practice.remakes * cost.forward + (0.0 if practice.flash else cost.attention)
-    if settings.records_first:
-        again += 1
-        recompute += cost.forward
+        recompute += practice.remakes * cost.forward + (0.0 if practice.flash else cost.attention)
     times = 2 + again  # a forward pass, a backward pass, and perhaps the forward pass again
     compute = cost.forward + cost.backward
     tensor = times * cost.tensor
@@ -93,15 +102,16 @@ def _layer(
     context = times * cost.context
     context_hidden = min(0.9 * context, (3 + again) * cost.attention)
     expert = times * cost.expert
+    if cost.expert and practice.sorts_arrivals:  # each forward pass first says how many tokens it sends
+        counts = exchange_seconds(cluster, _COUNT, settings.expert, settings.tensor, practice.exchange_starts)
+        expert += (1 + settings.records_first) * counts
     expert_hidden = min(practice.hide_expert * expert, compute)
     device = compute + recompute + tensor + context + expert - tensor_hidden - context_hidden - expert_hidden
     data, data_hidden = _gathers(shape, cluster, practice, settings, sparse, compute + recompute)
-    host = times * (practice.host_sparse if sparse else 1) * (1 / 2 if settings.compiled else 1)
-    waiting = max(0.0, practice.host_layer * host - device) + cluster.device.host_layer * host
     return Pass(
         compute,
         recompute,
-        waiting,
+        0.0,
         tensor - tensor_hidden,
         context - context_hidden,
         expert - expert_hidden,

@@ -22,6 +22,7 @@ from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.cluster.read import CPU
 from echelon.planner.foresight.checks import fit_errors
 from echelon.planner.foresight.collectives import hop_seconds
+from echelon.planner.foresight.host import step_waiting_seconds
 from echelon.planner.foresight.layer import LayerCosts, activation_bytes, layer_costs
 from echelon.planner.foresight.memory import (
     HeadBytes,
@@ -181,7 +182,7 @@ class Forecast:
         copies = end.copies
         if settings.update != "step":  # units are updated behind the backward pass
             copies = max(0.0, copies - _BEHIND_BACKWARD * slowest.total)
-        host = practice.host_step + m * practice.host_microbatch
+        host = step_waiting_seconds(practice, self.cluster.device, settings)
         total = pipeline + transfers + end.update + copies + data + host
         nodes = max(1.0, settings.ranks / self.cluster.per_node)
         return Seconds(

@@ -6,6 +6,8 @@ some arguments of a test's `model_config.yaml`. What is known of those, where th
     --cross-entropy-loss-fusion   the test is named after it
     --transformer-impl            local in tests named gpt3_mcore_tp…, but with context parallelism; else
                                   Transformer Engine
+    --moe-ffn-hidden-size         DeepSeek-V3's in proxies of that model, which have fewer layers and experts;
+                                  so is their --multi-latent-attention
     --attention-backend           unfused in tests that run once, and in BERT's; none in tests that resume
                                   (their names say so) and in those of fused losses: Transformer Engine then
                                   fuses attention. Context parallelism has no other
@@ -25,6 +27,9 @@ _BERT_VOCABULARY = 30522  # its WordPiece (arXiv:1810.04805)
 _USUAL_DEVICE = "a100"  # the first of these tests ran there
 _USUAL_DEVICES = 8  # where the recipe does not say
 _TOP_K = 2
+_DEEPSEEK_WIDTHS = (
+    "{} dense/2048x{} experts top8+1 shared"  # DeepSeek-AI 2024 (arXiv:2412.19437), section 4.2
+)
 
 
 def is_golden(row: Row) -> bool:
@@ -37,21 +42,23 @@ def row_of_golden(row: Row) -> dict[str, str]:
     pipeline = integer(row, "pipeline-model-parallel-size", 1)
     context = integer(row, "context-parallel-size", 1)
     layers = integer(row, "num-layers")
-    devices = max(integer(row, "n_gpus", _USUAL_DEVICES), tensor * pipeline * context)
+    expert = integer(row, "expert-model-parallel-size", 1)
+    expert_ranks = expert * integer(row, "expert-tensor-parallel-size", tensor)
+    devices = max(integer(row, "n_gpus", _USUAL_DEVICES), pipeline * max(tensor * context, expert_ranks))
     hidden = integer(row, "hidden-size")
     heads = text(row, "num-attention-heads") or str(usual_heads(hidden))
     is_sharded = text(row, "use-distributed-optimizer") == "True"
     width = integer(row, "ffn-hidden-size", 4 * hidden)
-    experts = text(row, "num-experts")
     name = text(row, "file").removeprefix(_FOLDER)
+    is_deepseek = "deepseekv3" in name
     return {
         "source": _SOURCE,
         "model": f"{'gated llama ' if text(row, 'swiglu') == 'True' else ''}{name}",
         "layers": str(layers),
         "hidden": str(hidden),
         "heads": heads,
-        "kv_heads": text(row, "num-query-groups") or heads,
-        "ffn": f"{width}x{experts} experts top{min(_TOP_K, int(experts))}" if experts else str(width),
+        "kv_heads": "MLA" if is_deepseek else text(row, "num-query-groups") or heads,
+        "ffn": _widths(row, width, is_deepseek),
         "vocab": str(_BERT_VOCABULARY if _is_bert(name) else _VOCABULARY),
         "seq": text(row, "seq-length"),
         "gpu": text(row, "gpu") or _USUAL_DEVICE,
@@ -72,9 +79,17 @@ def row_of_golden(row: Row) -> dict[str, str]:
         "peak_mem_GiB": _gibibytes(text(row, "peak_mem_bytes")),
         "workspace_GiB": str(_workspaces(row, name)),
         "loss": "fused" if _has_fused_loss(row, name) else "",
+        "host": "one node" if name.split("/")[1].endswith("_1node") else "",
         "attention": "flash" if _has_fused_attention(row, name) else "unfused",
         "note": name,
     }
+
+
+def _widths(row: Row, width: int, is_deepseek: bool) -> str:
+    experts = integer(row, "num-experts", 0)
+    if is_deepseek:
+        return _DEEPSEEK_WIDTHS.format(width, experts)
+    return f"{width}x{experts} experts top{min(_TOP_K, experts)}" if experts else str(width)
 
 
 def _is_bert(name: str) -> bool:

@@ -6,6 +6,7 @@ What a row leaves out is filled in by rule, never from what it measured:
     microbatch  the fastest that fits
     recompute   none
     precision   bf16; fp8 in MLPerf
+    vpp         as another row of the same source, model, device and stages states it; else 1
 """
 
 import csv
@@ -61,7 +62,12 @@ def read_rows(path: Path) -> list[Row]:
     if missing:
         columns = ", ".join(sorted(missing))
         raise UserError(f"'{path}' has no published runs: it has no rows, or lacks the columns {columns}")
-    return rows
+    stated = {_pipeline_of(row): row["vpp"] for row in rows if text(row, "vpp")}
+    return [row if text(row, "vpp") else {**row, "vpp": stated.get(_pipeline_of(row), "")} for row in rows]
+
+
+def _pipeline_of(row: Row) -> tuple[str, ...]:
+    return tuple(text(row, name) for name in ("source", "model", "gpu", "tp", "pp"))
 
 
 def run_of(row: Row) -> Run:

@@ -1,0 +1,48 @@
+"""What hosts take: by layers, experts, microbatches and chunks, on hosts of different pace."""
+
+from dataclasses import replace
+
+import pytest
+
+from echelon.planner.cluster.read import read_cluster
+from echelon.planner.foresight.host import stage_kernels, step_waiting_seconds, waiting_seconds
+from echelon.planner.foresight.practice import MEGATRON_TESTS, on_one_node
+from echelon.planner.foresight.settings import Settings
+from echelon.planner.foresight.stages import StageKind
+from echelon.planner.shape.presets import preset_shape
+
+A100, H100 = (read_cluster(f"{name}:8").device for name in ("a100-80", "h100"))
+SHAPE = preset_shape("mixtral-8x7b")
+PROGRAM = replace(MEGATRON_TESTS, host_sparse=1.0, host_expert=0.25, host_context=0.5)
+
+
+def kernels(settings: Settings, dense: float = 0.0, sparse: float = 0.0) -> float:
+    return stage_kernels(SHAPE, PROGRAM, settings, StageKind(0, 1, dense, sparse, False, False))
+
+
+def test_each_expert_of_a_rank_has_kernels_of_its_own() -> None:
+    assert kernels(Settings(), dense=4) == 4
+    assert kernels(Settings(), sparse=4) == 4 * (1 + 0.25 * 8)
+    assert kernels(Settings(expert=4), dense=1, sparse=1) == 1 + (1 + 0.25 * 2)
+    assert kernels(Settings(context=2), dense=2) == 2 * 1.5
+    assert kernels(Settings(compiled=True), dense=4) == 2
+
+
+def test_a_device_waits_for_what_its_host_takes_longer() -> None:
+    issued = 8 * PROGRAM.host_layer
+    assert waiting_seconds(PROGRAM, A100, 8, 0.0) == pytest.approx(issued)
+    assert waiting_seconds(PROGRAM, A100, 8, 0.75 * issued) == pytest.approx(0.25 * issued)
+    assert waiting_seconds(PROGRAM, A100, 8, 2 * issued) == 0
+    assert waiting_seconds(PROGRAM, H100, 8, 0.0) == pytest.approx(H100.host_pace * issued)
+    assert H100.host_pace < A100.host_pace == 1
+
+
+def test_each_chunk_of_each_microbatch_waits() -> None:
+    once, each = PROGRAM.host_step, PROGRAM.host_chunk
+    assert step_waiting_seconds(PROGRAM, A100, Settings()) == pytest.approx(once + each)
+    many = Settings(microbatches=4, chunks=3)
+    assert step_waiting_seconds(PROGRAM, A100, many) == pytest.approx(once + 12 * each)
+    slow = on_one_node(PROGRAM)
+    assert step_waiting_seconds(slow, A100, many) == pytest.approx(
+        once + 12 * each + 4 * slow.host_microbatch
+    )
