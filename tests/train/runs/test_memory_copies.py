@@ -44,7 +44,7 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, ram_disk: Path) -> No
     run = Path(train(job, at_step(5, lambda: kill_rank(1), events))["run"])
     assert len([event for event in events if isinstance(event, Restarting)]) == 1
     _, after = (event.after_step for event in events if isinstance(event, Started))
-    assert after >= 3, "copies after steps 4 and 5 may be under way; ranks may be ahead of what is shown of them"
+    assert after >= 3, "copies after steps 4 and 5 may be under way; ranks may be ahead of events"
     assert [event.source for event in events if isinstance(event, Started)][1] == "from memory"
     assert weights(run) == weights(undisturbed)
     assert step_lines(run) == step_lines(undisturbed)
@@ -63,7 +63,7 @@ def test_after_the_last_restart_the_newest_copy_is_on_disk(tmp_path: Path, ram_d
     (run,) = (tmp_path / "runs").iterdir()
     (name,) = [path.name for path in (run / "checkpoints").glob("*-*")]
     saved = int(name.removeprefix("step-"))
-    assert saved >= 3, "copies after steps 4 and 5 may be under way; ranks may be ahead of what is shown of them"
+    assert saved >= 3, "copies after steps 4 and 5 may be under way; ranks may be ahead of events"
     assert notes(events) == [f"step {saved}: the copy in memory is a checkpoint on disk now"]
     assert list(ram_disk.iterdir()) == []
     resumed: list[Event] = []
