@@ -146,6 +146,42 @@ def say(plan: str, make: Callable[[], nn.Module], loss: Any = mean_loss) -> list
     return said
 
 
+class Limited(nn.Module):
+    """Takes `most` samples, and mixes them where one has a mark."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.body, self.most = deep(), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) <= self.most, "too large for one device"
+        output: Tensor = self.body(x)
+        return output - output.mean(0) if bool((x[:, 0] == 0.125).any()) else output
+
+
+def take_another_way(most: int, place: int) -> str:
+    torch.manual_seed(0)
+    engine = engine_of(Limited(most).double(), "data=2 zero=3 microbatches=4")
+    with small_memory():
+        for step in range(4):
+            engine.step(engine.local(batch(step)))
+        inputs, targets = batch(4)
+        inputs[place, 0] = 0.125
+        engine.step(engine.local((inputs, targets)))
+        with pytest.raises(UserError) as caught:
+            engine.step(engine.local(batch(5)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("most", "place"), [(16, 15), (8, 1)])
+def test_a_batch_that_took_another_way_is_compared_as_far_as_one_device_takes_it(
+    warm_ranks: Warm, most: int, place: int
+) -> None:
+    first, second = warm_ranks(2).run(take_another_way, most, place)
+    assert "would not train as on one device" in first
+    assert first == second
+
+
 def tied_llama() -> nn.Module:
     import transformers
 

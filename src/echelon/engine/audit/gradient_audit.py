@@ -259,7 +259,7 @@ class GradientAudit:
         run = Run(samples.whole, step, training=training, scale=scale)
         part = Run(samples.part(0), step) if len(samples.bounds) > 1 else None
         try:
-            result = self._device.rehearse(run, part)
+            result = self._device.rehearse(run, part, part_tells=not self._takes_all)
         except FailedRunError:
             if not (is_small or self._takes_all):
                 raise

@@ -96,15 +96,18 @@ class OneDevice:
         device.group, device._agreement = None, RankAgreement(None, self.reference.device)
         return device if self._agreement.rank == 0 else None
 
-    def rehearse(self, run: Run, part: Run | None) -> Result:
+    def rehearse(self, run: Run, part: Run | None, *, part_tells: bool) -> Result:
         """Run what `gradients` is asked for later, and before it a part of it, forward alone. Raise, on every
-        rank, what the model raises: the plan would fail in the middle of it."""
+        rank, what the model raises: the plan would fail in the middle of it. `part_tells`: where weights come
+        and go, a run of the part is enough."""
 
         def work(weights: Mapping[str, Tensor], _: Take) -> Result:
             of_part = None if part is None else self.reference.run_forward(part, weights)
             if self.whole is not None:
                 return self.reference.run(run, weights)
-            return of_part if of_part and of_part.counted else self.reference.run_forward(run, weights)
+            if part_tells and of_part is not None and of_part.counted:
+                return of_part
+            return self.reference.run_forward(run, weights)
 
         self._rehearsed = run, self._on_rank_0(work, lambda _name, _gradient: None)
         return self._rehearsed[1]

@@ -30,9 +30,7 @@ from echelon.planner.shape.shape import ModelShape
 _HEADER = 16  # bytes before each message between stages: which one it is
 _ALIGNMENT = 256  # bytes that each rank's part of a unit is a multiple of
 _INDEX = 8  # bytes of the number of an expert
-_LOSS = (
-    8  # bytes of a token's loss that tensor ranks exchange: its sum of exponentials, and the target's logit
-)
+_LOSS = 8  # bytes of a token that tensor ranks exchange: its sum of exponentials, and the target's logit
 
 Moved = dict[tuple[str, str, str], float]  # bytes by axis, operation and subject
 
@@ -145,10 +143,8 @@ def _dense_units(work: _Work) -> list[_Unit]:
     if stage.sparse:
         layer = layer_parameters(shape, settings.tensor, True) + routed
         units += [_Unit(layer, gathers)] * round(stage.sparse)
-    table, positions = (
-        shape.vocab * shape.hidden / settings.tensor,
-        float(shape.learned_positions * shape.hidden),
-    )
+    table = shape.vocab * shape.hidden / settings.tensor
+    positions = float(shape.learned_positions * shape.hidden)
     norm = float(shape.norm_vectors * shape.hidden + shape.other_parameters)
     is_both = stage.embedding and stage.head
     # A head that is computed with its loss reads its weights outside of a module: they stay until the end.
