@@ -172,6 +172,10 @@ class GradientAudit:
         overflows = any(each.distance == float("inf") for each in found)
         if overflows and self._update.loss_scaling is not None:
             raise CannotCompareError("gradients overflow at this loss scale", is_final=False)
+        # A microbatch is not finite, and on one device the whole batch: in other elements, and no update is right.
+        is_broken = any(each.reference_overflows for each in differences)
+        if overflows and is_broken and any(each.plan_overflows for each in differences):
+            raise CannotCompareError("gradients are not finite, on one device either", is_final=False)
         return _Compared(samples, run, result, found, hooks)
 
     def _raise_if(self, compared: _Compared) -> None:

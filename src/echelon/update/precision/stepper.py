@@ -105,6 +105,10 @@ class Stepper(ABC):
         """Return weights from the host that the user has changed since the last update."""
         return []
 
+    def end_rehearsal(self, changed: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where
+        # weights are updated themselves)
+        """Backward passes have marked weights as updated, and none was: the user has changed only `changed`."""
+
     def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
         # are updated themselves)
         """Between two updates: the user has changed these weights. Their masters or copies follow, in the
