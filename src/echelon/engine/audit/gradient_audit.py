@@ -172,7 +172,7 @@ class GradientAudit:
         overflows = any(each.distance == float("inf") for each in found)
         if overflows and self._update.loss_scaling is not None:
             raise CannotCompareError("gradients overflow at this loss scale", is_final=False)
-        # A microbatch is not finite, and on one device the whole batch: in other elements, and no update is right.
+        # Of one microbatch, or of the whole batch on one device: in other elements, and no update is right.
         is_broken = any(each.reference_overflows for each in differences)
         if overflows and is_broken and any(each.plan_overflows for each in differences):
             raise CannotCompareError("gradients are not finite, on one device either", is_final=False)

@@ -24,7 +24,7 @@ Take = Callable[[str, Tensor], None]  # of a gradient by its name, whole
 
 
 class Difference(NamedTuple):
-    """The norm of the difference of one parameter's gradients, and of the reference; and which is not finite."""
+    """Norms of the difference of one parameter's gradients, and of the reference; which is not finite."""
 
     name: str
     distance: float
@@ -130,8 +130,8 @@ def _bundles(likes: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _compare(boxes: Sequence[OwnedSlice], whole: Tensor, factor: float) -> Tensor:
-    """Return (squared distance, squared norm, whether there is a gradient here, whether `whole` is not finite,
-    whether boxes are not). NaN is infinitely far from a number, and at no distance from NaN."""
+    """Return (squared distance, squared norm, whether there is a gradient here, whether `whole` is not
+    finite, whether boxes are not). NaN is infinitely far from a number, and at no distance from NaN."""
     distance, overflow = torch.zeros(2, dtype=torch.float64, device=whole.device)
     for each in boxes:
         part, own = whole[each.slice.box], each.tensor.to(whole.dtype) * factor

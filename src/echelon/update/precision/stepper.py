@@ -107,7 +107,7 @@ class Stepper(ABC):
 
     def end_rehearsal(self, changed: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where
         # weights are updated themselves)
-        """Backward passes have marked weights as updated, and none was: the user has changed only `changed`."""
+        """Passes have marked weights as updated, and none was: the user has changed only `changed`."""
 
     def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
         # are updated themselves)
