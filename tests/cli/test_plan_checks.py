@@ -35,6 +35,7 @@ def test_the_stage_of_a_rank_is_the_one_that_was_predicted(capsys: pytest.Captur
     assert cells[2] == cells[3]
 
 
+@pytest.mark.slow
 def test_what_was_measured_decides(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def test_what_is_no_run_and_a_place_that_cannot_be_written_are_errors(
     assert "cannot be written: No such file" in err
 
 
+@pytest.mark.slow
 def test_watch_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "echelon", "watch", str(write_run(tmp_path)), "--quick"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

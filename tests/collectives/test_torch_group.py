@@ -62,6 +62,7 @@ def reductions(length: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(tensor.double(), value, rtol=0.01 if op == "mean" else 0, atol=0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reductions(warm_ranks: Warm, size: int) -> None:

@@ -130,6 +130,7 @@ def test_ranks_agree_and_the_printed_plan_gives_the_same(warm_ranks: Warm, own: 
     assert again[1] == first[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "words"), [(2, " data=2"), (2, ""), (4, "")])
 def test_a_limit_of_memory_is_kept_where_the_unsharded_plan_does_not_fit(
     warm_ranks: Warm, ranks: int, words: str

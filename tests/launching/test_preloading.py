@@ -18,6 +18,7 @@ def test_a_rank_starts_with_what_was_preloaded_and_nothing_else(function: str) -
     assert json.loads(done.stdout) == [[True, True, False]]
 
 
+@pytest.mark.slow
 def test_an_interrupt_just_after_the_start_of_a_server_leaves_no_second_one() -> None:
     """It comes before multiprocessing has noted the process: a server that it forgets lives forever."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

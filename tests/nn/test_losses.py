@@ -179,6 +179,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.slow_cases(*PLANS[3:])
 @pytest.mark.usefixtures("warm_contract")

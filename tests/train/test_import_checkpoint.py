@@ -90,6 +90,7 @@ def train_ours(folder: str, plan: str) -> list[float]:
         return [engine.step(batch(step)).loss for step in range(SAVED, STEPS)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("flat", [False, True])
 def test_an_engine_goes_on_as_fsdp2_does(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks], flat: bool

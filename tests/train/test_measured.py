@@ -38,6 +38,7 @@ def train(job: Job, folder: Path) -> list[Event]:
     return [event for event in events if isinstance(event, Measured)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2 zero=1", "pipeline=2 microbatches=2", "data=2 expert=2"])
 def test_predicted_bytes_are_those_that_were_measured(plan: str, tmp_path: Path, warm_ranks: Warm) -> None:
     """But for those of experts, whose gates send what they like."""

@@ -61,6 +61,7 @@ def test_a_loss_that_is_no_number_in_one_microbatch_is_left_out() -> None:
     check_left_out([train_on_rank("expert=1 microbatches=4", LOSS)], "expert=1", LOSS)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("plan", "poison"),
     [

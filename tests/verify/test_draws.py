@@ -21,6 +21,7 @@ Warm = Callable[[int], Ranks]
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("vae", "data=2 microbatches=2"), ("layers", "pipeline=2 microbatches=2 recompute=full")],

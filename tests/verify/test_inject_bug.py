@@ -15,6 +15,7 @@ from tests.injected_bugs import rows
 FAST = ("mean-of-microbatches", "tied-not-summed", "ring-gradients-lost", "norm-counts-copies")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "bug", [pytest.param(bug, marks=[] if bug in FAST else pytest.mark.slow) for bug in BUGS]
 )

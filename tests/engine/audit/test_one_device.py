@@ -109,6 +109,7 @@ def train(plan: str, audit: str, make: Callable[[], nn.Module] = dropping) -> Tr
 PLANS = ["data=2 zero=3", "pipeline=2 microbatches=2", "data=2 zero=1", "data=2 offload=parameters"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", [*PLANS, pytest.param("data=4 zero=3 microbatches=2", marks=pytest.mark.slow)]
 )
@@ -173,6 +174,7 @@ def take_another_way(most: int, place: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("most", "place"), [(16, 15), (8, 1)])
 def test_a_batch_that_took_another_way_is_compared_as_far_as_one_device_takes_it(
     warm_ranks: Warm, most: int, place: int

@@ -76,11 +76,13 @@ def check_parts(plan: str, last: bool) -> None:
     torch.testing.assert_close(weights, plain_weights, rtol=0, atol=1e-9)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["data=1", "microbatches=2", "recompute=full", "offload=optimizer"])
 def test_on_one_rank(plan: str) -> None:
     check_parts(plan, False)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
     "plan",
@@ -230,6 +232,7 @@ def test_counts_that_no_batch_tells_are_refused_before_the_update() -> None:
         engine.step((inputs, torch.tensor([0, 1, 2, 3])))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["data=4 zero=3 shard=2", "data=4 zero=2 shard=2 microbatches=2"])
 def test_copies_of_shards_sum_their_parts(warm_ranks: Warm, plan: str) -> None:
     warm_ranks(4).run(check_parts, plan, False)

@@ -48,6 +48,7 @@ def test_on_one_rank(plan: str) -> None:
     check_outputs(plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", ["data=2 zero=3", "tensor=2", "pipeline=2 microbatches=4", "pipeline=1-1 microbatches=2"]
 )
@@ -70,6 +71,7 @@ def check_sums_of_parts() -> None:
         engine.forward(batches(0)[0], lambda output, _: output.sum((1, 2)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["tensor=2 pipeline=2 microbatches=2", "data=2 pipeline=2 microbatches=2"])
 def test_over_four_ranks(warm_ranks: Warm, plan: str) -> None:
     warm_ranks(4).run(check_outputs, plan)

@@ -124,6 +124,7 @@ def of_a_function(output: Tensor, targets: Tensor) -> Tensor:
 LOSSES = [smoothed, with_z_loss, capped, summed, written_to, stopped, of_a_function]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of torch, by its compiler
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradients_are_those_of_logits(loss: Callable[..., Any]) -> None:

@@ -82,12 +82,14 @@ def check(plan: str, model: str) -> None:
         torch.testing.assert_close(weight.float(), right[name].float(), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
 @pytest.mark.parametrize("plan", ["", "microbatches=2 recompute=full"])
 def test_one_rank(plan: str, model: str) -> None:
     check(plan, model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
 @pytest.mark.parametrize(
     "plan", ["data=2 zero=3 microbatches=2", "pipeline=2 schedule=zero-bubble microbatches=2"]
@@ -96,6 +98,7 @@ def test_two_ranks(plan: str, model: str, warm_ranks: Callable[[int], Ranks]) ->
     warm_ranks(2).run(check, plan, model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
 @pytest.mark.parametrize(
     "plan",
@@ -129,6 +132,7 @@ def test_a_vocabulary_that_is_split_under_other_axes(
 
 
 # torch hides this warning of its compiler by what an error passes by.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_layers_that_are_compiled_leave_them_alone(model: str) -> None:
@@ -162,13 +166,13 @@ def check_compiled(plan: str, *, is_here: bool) -> None:
         torch.testing.assert_close(weight.float(), right[name].float(), rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.slow_cases("precision=fp16", "microbatches=2 recompute=full")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["microbatches=2", "precision=fp16", "microbatches=2 recompute=full"])
 def test_a_loss_that_is_not_known_is_compiled_with_the_head(plan: str) -> None:
     check_compiled(plan, is_here=True)
 
 
-@pytest.mark.slow_cases("pipeline=2 schedule=1f1b microbatches=3", "data=2 zero=1 offload=optimizer")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -194,6 +198,7 @@ def compare_compiled(model: str) -> None:
     assert losses == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt"])
 def test_a_split_head_in_a_compiled_layer(model: str, warm_ranks: Callable[[int], Ranks]) -> None:
     warm_ranks(2).run(compare_compiled, model)

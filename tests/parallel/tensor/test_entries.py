@@ -58,6 +58,7 @@ def talk(region: Region, call: Callable[[Tensor], Tensor]) -> list[tuple[str, st
     return [(move.operation, move.subject) for move in region.group.ledger.moves]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_graph_has_the_collectives_of_the_layer_in_their_order(*, sequence: bool) -> None:
     """Query, key and value share one entry there too: otherwise they sum their gradients one by one."""
@@ -98,6 +99,7 @@ class Broken(Attention):
         return self.output(query * self.key(x) + self.value(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at inputs of later graphs
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("breaks", [False, True])

@@ -52,6 +52,7 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, ram_disk: Path) -> No
     assert list(ram_disk.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_after_the_last_restart_the_newest_copy_is_on_disk(tmp_path: Path, ram_disk: Path) -> None:
     rate = OptimizerJob(schedule="constant", warmup=2)
     job = small_job(

@@ -66,6 +66,7 @@ def test_a_job_is_fitted_by_all_of_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     assert fit_job(wrong) == wrong, "what is wrong for another reason is refused as it is"
 
 
+@pytest.mark.slow
 def test_a_training_with_fewer_devices_says_so_and_trains_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_replicas_are_equal(plan: str) -> None:
     check(plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=2 delay=1", "tensor=2 sequence=true"])
 def test_parts_of_a_model_are_equal(plan: str) -> None:
     check(plan, model="gpt")

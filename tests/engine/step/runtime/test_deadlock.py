@@ -44,7 +44,7 @@ def is_quick(plan: str) -> bool:
     return any(f"microbatches={number} " in plan for number in (1, 4, 8))
 
 
-@pytest.mark.quick_cases(40)
+@pytest.mark.quick_cases(20)
 @pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if is_quick(plan) else pytest.mark.slow) for plan in plans()]
 )
