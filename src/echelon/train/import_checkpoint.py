@@ -15,8 +15,7 @@ from torch import Tensor
 from echelon.errors import UserError
 from echelon.state.checkpoint.file_image import lay_out
 from echelon.state.checkpoint.manifest import Manifest
-from echelon.state.checkpoint.rank_save import SaveOptions
-from echelon.state.checkpoint.save_alone import save_alone
+from echelon.state.checkpoint.rank_save import SaveOptions, save_alone
 from echelon.state.ownership import VALUE, Slice
 from echelon.state.weight_files.foreign.tensors import (
     PARAMETERS,
