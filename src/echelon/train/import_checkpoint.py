@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.checkpoint.file_image import lay_out
 from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.part_writer import lay_out
 from echelon.state.checkpoint.rank_save import SaveOptions, save_alone
 from echelon.state.ownership import VALUE, Slice
 from echelon.state.weight_files.foreign.tensors import (

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.state.checkpoint import rank_save
-from echelon.state.checkpoint.file_image import lay_out
 from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.part_writer import lay_out
 from echelon.state.checkpoint.rank_save import RankSave, SaveOptions, save_alone
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import Slice, whole_slice

@@ -15,9 +15,15 @@ from torch import Tensor
 from echelon.collectives import Group
 from echelon.state.checkpoint.assignment import Assignment, join_reports
 from echelon.state.checkpoint.atomic import new_token
-from echelon.state.checkpoint.file_image import FileImage, FileLayout
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number
-from echelon.state.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
+from echelon.state.checkpoint.part_writer import (
+    FileImage,
+    FileLayout,
+    FilledChunks,
+    Sink,
+    StoppedError,
+    write_memory,
+)
 from echelon.state.checkpoint.snapshot import Later, Snapshot, SnapshotMemory, nothing
 from echelon.state.checkpoint.storage_errors import (
     RETRIES,
@@ -167,7 +173,7 @@ def save_alone(
     files: Sequence[tuple[FileLayout, Read]],
     options: SaveOptions,
 ) -> None:
-    """Write each file from what `read` returns when its bytes are due. `about`: all but tensors and numbers."""
+    """Write each file of what `read` returns when its bytes are due. `about`: all but tensors and numbers."""
     target = target_at(path, new_token())
     records: dict[str, tuple[object, ...]] = {}
     try:

@@ -43,8 +43,8 @@ from echelon.state.checkpoint.copies.network import (
     sendings,
     whole_generations,
 )
-from echelon.state.checkpoint.file_image import FileLayout
 from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
+from echelon.state.checkpoint.part_writer import FileLayout
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import OwnedSlice
 

@@ -15,7 +15,6 @@ from echelon.errors import UserError
 from echelon.state.assembly import RankSlice
 from echelon.state.checkpoint.assignment import describe_tensors, is_number
 from echelon.state.checkpoint.file_checks import FileHash, check_hash, check_size, read_regular
-from echelon.state.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.state.checkpoint.manifest import (
     MOST_BYTES,
     FileRecord,
@@ -23,6 +22,7 @@ from echelon.state.checkpoint.manifest import (
     Number,
     OtherVersionError,
 )
+from echelon.state.checkpoint.part_writer import FileImage, FileLayout, lay_out
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.checkpoint.storage import FolderFiles
 from echelon.state.ownership import OwnedSlice

@@ -18,9 +18,9 @@ from echelon.state.assembly import RankSlice
 from echelon.state.checkpoint.assignment import share_out
 from echelon.state.checkpoint.copies import rank_file
 from echelon.state.checkpoint.copies.folder import Entry, MemoryFolder, step_of
-from echelon.state.checkpoint.file_image import FileLayout, lay_out
 from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
 from echelon.state.checkpoint.manifest_reader import DTYPE_NAMES
+from echelon.state.checkpoint.part_writer import FileLayout, lay_out
 from echelon.state.checkpoint.rank_save import SaveOptions, save_alone
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.checkpoint.storage_errors import RETRIES
