@@ -19,11 +19,10 @@ from echelon.nn.huggingface import config_json, weight_layout
 from echelon.state.checkpoint.folder import RUN_FILE, find_checkpoint, find_run, one_before_is_named
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import MASTER, VALUE, Slice, StateNames
-from echelon.state.weight_files.dcp_folder import write_dcp
-from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder, write_weights
+from echelon.state.weight_files.foreign.dcp import write_dcp
 from echelon.state.weight_files.layout import tensor_errors, whole
 from echelon.state.weight_files.tensor_file import TensorEntry
-from echelon.state.weight_files.weight_folder import read_json
+from echelon.state.weight_files.weight_folder import SHARD_BYTES, read_json, write_folder, write_weights
 from echelon.train.jobs.job_file import read_values
 from echelon.train.runs.run_folder import link_errors
 from echelon.train.task import TOKENIZER_FOLDER, config_of

@@ -22,13 +22,12 @@ from echelon.data.tokenizer import copy_tokenizer
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import build
 from echelon.models.hf.config import config_from_hf
-from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_weights
 from echelon.state.weight_files.foreign.dcp import METADATA, open_dcp
 from echelon.state.weight_files.foreign.deepspeed import find_deepspeed, open_deepspeed
 from echelon.state.weight_files.foreign.restricted_pickle import load_torch
 from echelon.state.weight_files.foreign.tensors import MODEL_PREFIXES, OTHERS, ForeignTensors
 from echelon.state.weight_files.tensor_file import report_os_errors
-from echelon.state.weight_files.weight_folder import CONFIG, read_json
+from echelon.state.weight_files.weight_folder import CONFIG, SHARD_BYTES, read_json, write_weights
 from echelon.train.export_run import DTYPES
 from echelon.train.import_checkpoint import write_checkpoint
 

@@ -14,7 +14,7 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.plan import Plan
 from echelon.state.checkpoint.copies.folder import MemoryFolder
-from echelon.state.checkpoint.copies.to_disk import HostCopies
+from echelon.state.checkpoint.copies.rank_file import HostCopies
 from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.train.events import Event, Noted, Started, Stepped
 from echelon.train.jobs.job import Job, as_plain

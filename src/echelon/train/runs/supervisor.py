@@ -25,7 +25,7 @@ from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import AUTO, Plan
 from echelon.quantities import counted
 from echelon.state.checkpoint.copies.folder import DAYS_KEPT, MemoryFolder, forget_all
-from echelon.state.checkpoint.copies.to_disk import HostCopies
+from echelon.state.checkpoint.copies.rank_file import HostCopies
 from echelon.train.checkpoints import checkpoint_folder, newest_step
 from echelon.train.events import Noted, Restarting
 from echelon.train.jobs.job import Job
