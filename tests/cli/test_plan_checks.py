@@ -6,8 +6,8 @@ import pytest
 
 from echelon.cli import plan_checks
 from echelon.cli.main import run
-from echelon.train import plan_trials
-from echelon.train.plan_trials import Trial, Work
+from echelon.train import rehearsal
+from echelon.train.rehearsal import Trial, Work
 
 BASE = ["plan", "gpt-tiny", "--batch", "8", "--precision", "fp32"]
 H100 = [*BASE, "--cluster", "h100:2"]
@@ -48,7 +48,7 @@ def test_what_was_measured_decides(
             Trial(plans[2], 1.0, 9),
         ]
 
-    monkeypatch.setattr(plan_trials, "try_plans", try_plans)
+    monkeypatch.setattr(rehearsal, "try_plans", try_plans)
     assert run([*BASE, "--cluster", "cpu:2", "--measure", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["plan"] for each in found["measured"]] == [seen[2], seen[1], seen[0]]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
     from echelon.planner.validate.report import SourceErrors
-    from echelon.train.plan_trials import Work
+    from echelon.train.rehearsal import Work
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
@@ -165,14 +165,14 @@ def _search(
 
 
 def _work(model: str, batch: int, sequence: int) -> "Work":
-    from echelon.train.plan_trials import Work, config_of_model
+    from echelon.train.rehearsal import Work, config_of_model
 
     return Work(config_of_model(model), batch, sequence)
 
 
 def _dry_run(work: "Work", found: "Found", rank: int, screen: Console) -> dict[str, Any]:
     from echelon.cli.plan_checks import show_dry_run
-    from echelon.train.plan_trials import dry_run_of
+    from echelon.train.rehearsal import dry_run_of
 
     run = dry_run_of(work, found.plan, rank)
     show_dry_run(run, found.prediction, screen)

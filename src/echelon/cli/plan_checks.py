@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
     from echelon.planner.searching.search import Found
-    from echelon.train.plan_trials import Trial, Work
+    from echelon.train.rehearsal import Trial, Work
 
 _HELD = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -54,7 +54,7 @@ def measure(work: "Work", best: tuple["Found", ...], cluster: "Cluster") -> list
     from echelon.planner.cluster.here import devices_here
     from echelon.planner.cluster.read import CPU
     from echelon.train.jobs.machine_fit import most_ranks_here
-    from echelon.train.plan_trials import try_plans
+    from echelon.train.rehearsal import try_plans
 
     is_processor, gpus = cluster.device.name == CPU, torch.cuda.device_count()
     most = most_ranks_here() if is_processor else gpus

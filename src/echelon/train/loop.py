@@ -21,6 +21,7 @@ from echelon.nn.initialization.initial_values import deferred
 from echelon.plan import AUTO, Plan
 from echelon.train.checkpoints import Checkpoints
 from echelon.train.events import (
+    MEASURED_STEP,
     METRICS,
     Audited,
     Evaluated,
@@ -33,13 +34,12 @@ from echelon.train.events import (
     Started,
     Stepped,
     last_step,
+    measure_ranks,
 )
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
-from echelon.train.measured import MEASURED_STEP, measure_ranks
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
-from echelon.train.runs.stopping import StopRequest
-from echelon.train.runs.time_limit import TimeLimit, limited_job, with_steps
+from echelon.train.runs.stopping import StopRequest, TimeLimit, limited_job, with_steps
 from echelon.train.task import TOKENIZER_FOLDER, Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer

@@ -24,6 +24,7 @@ from echelon.launching import host_work
 from echelon.train import strict_json
 from echelon.train.charts import Series, line_chart, side_by_side
 from echelon.train.events import (
+    MEASURED,
     METRICS,
     Audited,
     Evaluated,
@@ -48,11 +49,10 @@ from echelon.train.events import (
     read_metrics,
 )
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.measured import MEASURED
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, RunFolder, explain_os_errors
-from echelon.train.trackers.kinds import make_trackers
-from echelon.train.trackers.trackers import Trackers
+from echelon.train.tracker_kinds import make_trackers
+from echelon.train.trackers import Trackers
 
 SAVED = "saved.jsonl"
 
@@ -82,7 +82,8 @@ class Logbook:
                 self._cut(event.after_step)
                 self._fill(metrics_with(self._metrics, event.lines))
                 self._fill(metrics_with_rollbacks(self._metrics, event.rollbacks))
-                self._trackers.catch_up(self._events)
+                for known in self._events:  # which a tracker may not have seen
+                    self._trackers.take(known)
             case Audited():
                 self._audit = event.results
             case Stepped():

@@ -16,9 +16,8 @@ from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.train.events import FROM_DISK, Event, Noted, Restarting, Started
 from echelon.train.jobs.job import Job, OptimizerJob
 from echelon.train.jobs.job_rules import check
-from echelon.train.runs import supervisor
+from echelon.train.runs import Preempted, supervisor
 from echelon.train.runs.memory_copies import loss_warning, memory_of_run
-from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.run_folder import RunFolder
 from echelon.train.trainer import train
 from tests.train.test_faults import at_step, kill_rank, step_lines, weights

@@ -16,7 +16,7 @@ from echelon.state.checkpoint.copies.folder import MemoryFolder, newest_step_her
 from echelon.state.checkpoint.copies.keeper import MemoryCopies
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.train.jobs.job import Job
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from echelon.train.runs.run_folder import is_unfinished
 
 MEMORY = "memory"

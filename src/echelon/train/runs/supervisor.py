@@ -33,6 +33,7 @@ from echelon.train.jobs.job_rules import job_errors
 from echelon.train.jobs.machine_fit import most_ranks_here
 from echelon.train.loop import train_rank
 from echelon.train.run import Run
+from echelon.train.runs import Preempted
 from echelon.train.runs.memory_copies import (
     RunMemory,
     folder_of,
@@ -40,7 +41,6 @@ from echelon.train.runs.memory_copies import (
     memory_of_run,
     newest_in_memory,
 )
-from echelon.train.runs.preempted import Preempted
 from echelon.train.runs.stopping import Sigterm
 
 

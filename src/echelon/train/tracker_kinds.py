@@ -16,7 +16,7 @@ from typing import Any, TextIO, final
 
 from echelon.errors import did_you_mean
 from echelon.train import strict_json
-from echelon.train.trackers.tracker import TrackedRun, Tracker
+from echelon.train.trackers import TrackedRun, Tracker
 
 PROJECT = "echelon"
 
