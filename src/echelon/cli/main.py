@@ -18,8 +18,6 @@ from echelon import __version__
 from echelon.cli import (
     checkpoint,
     doctor,
-    generate,
-    import_weights,
     partition,
     plan,
     report,
@@ -54,8 +52,8 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("watch")(report.watch)
 app.command("doctor")(doctor.doctor)
-app.command("generate")(generate.generate)
-app.command("import")(import_weights.import_weights)
+app.command("generate")(report.generate)
+app.command("import")(checkpoint.import_weights)
 app.command("export")(checkpoint.export)
 app.add_typer(checkpoint.app, name="checkpoint")
 

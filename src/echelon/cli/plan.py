@@ -1,4 +1,4 @@
-"""echelon plan: predict a plan, search the best ones, or compare predictions with published runs."""
+"""echelon plan: predict plans, search the best ones, try them here, compare predictions with known runs."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
 from echelon.errors import UserError, raise_errors
+from echelon.launching.torchrun import is_under_torchrun
 from echelon.quantities import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -171,7 +172,6 @@ def _work(model: str, batch: int, sequence: int) -> "Work":
 
 
 def _dry_run(work: "Work", found: "Found", rank: int, screen: Console) -> dict[str, Any]:
-    from echelon.cli.plan_checks import show_dry_run
     from echelon.train.rehearsal import dry_run_of
 
     run = dry_run_of(work, found.plan, rank)
@@ -183,7 +183,6 @@ def _measure(
     work: "Work", best: tuple["Found", ...], machines: "Cluster", screen: Console
 ) -> tuple[tuple["Found", ...], list[dict[str, Any]]]:
     """Run these plans; return them in the order of what they took."""
-    from echelon.cli.plan_checks import measure, show_trials
 
     trials = measure(work, best, machines)
     show_trials(trials, best, screen)
@@ -275,3 +274,81 @@ def _show_errors(sources: dict[str, "SourceErrors"], screen: Console) -> None:
         cells = ["" if values[share] is None else f"{values[share]:.1%}" for share in shares]
         table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
     screen.print(table)
+
+
+if TYPE_CHECKING:
+    from echelon.engine.dry_run import DryRun
+    from echelon.planner.cluster.cluster import Cluster
+    from echelon.planner.foresight.prediction import Prediction
+    from echelon.planner.searching.search import Found
+    from echelon.train.rehearsal import Trial, Work
+
+_HELD = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+def show_dry_run(found: "DryRun", prediction: "Prediction", screen: Console) -> None:
+    """Print bytes by category, predicted and by the code, and what the rank sends in a step."""
+    memory = _stage_memory(found, prediction)
+    table = Table(f"rank {found.rank}", "predicted", "code")
+    for name in _HELD:
+        table.add_row(name, show_bytes(getattr(memory, name)), show_bytes(found.memory.peak[name]))
+    table.add_row("at the peak, all", show_bytes(memory.peak), show_bytes(found.memory.peak_total))
+    if memory.host:
+        table.add_row("host", show_bytes(memory.host), show_bytes(sum(found.memory.host_peak.values())))
+    screen.print(table)
+    moved = Table("axis", "operation", "of", "calls", "sent", "received")
+    for (axis, operation, subject), each in found.moved[-1].items():
+        sizes = (str(each.calls), show_bytes(each.sent), show_bytes(each.received))
+        moved.add_row(axis, operation, subject, *sizes)
+    screen.print(moved)
+    screen.print(f"A step has {len(found.program)} instructions on this rank.")
+
+
+def _stage_memory(found: "DryRun", prediction: "Prediction") -> Any:
+    """What was predicted of the stage that a rank has."""
+    from echelon.collectives.layout import Layout
+
+    stage = Layout(found.plan).position(found.rank).pipeline
+    index = max(place for place, first in enumerate(prediction.stages) if first <= stage)
+    return prediction.memory[index]
+
+
+def measure(work: "Work", best: tuple["Found", ...], cluster: "Cluster") -> list["Trial"]:
+    """Run the best plans here; the fastest first, those that failed last."""
+    import torch
+
+    from echelon.planner.cluster.here import devices_here
+    from echelon.planner.cluster.read import CPU
+    from echelon.train.jobs.machine_fit import most_ranks_here
+    from echelon.train.rehearsal import try_plans
+
+    is_processor, gpus = cluster.device.name == CPU, torch.cuda.device_count()
+    most = most_ranks_here() if is_processor else gpus
+    errors = []
+    if is_under_torchrun():
+        errors.append("--measure starts its own ranks: run it without torchrun")
+    if bool(gpus) == is_processor or cluster.count > most:
+        here = f"{gpus} GPUs" if gpus else f"{devices_here()} cores; use --cluster cpu:{devices_here()}"
+        asked = f"{cluster.device.name}:{cluster.count}"
+        errors.append(f"--measure runs on this machine, which is not {asked}: it has {here}")
+    raise_errors("echelon plan", errors)
+    trials = try_plans(work, [each.plan for each in best])
+    trials.sort(key=lambda trial: trial.seconds or float("inf"))
+    if trials[0].seconds is None:
+        raise UserError("--measure: no plan could be run", [f"{each.plan}: {each.error}" for each in trials])
+    return trials
+
+
+def show_trials(trials: list["Trial"], best: tuple["Found", ...], screen: Console) -> None:
+    """Print a row per plan that was run, the fastest first."""
+    predictions = {each.plan: each.prediction for each in best}
+    table = Table("plan", "measured", "predicted", "memory", "predicted")
+    for trial in trials:
+        prediction = predictions[trial.plan]
+        if trial.seconds is None or trial.peak is None:
+            table.add_row(Text(trial.plan), Text(trial.error), "", "", "")
+            continue
+        times = (show_seconds(trial.seconds), show_seconds(prediction.step_seconds))
+        table.add_row(Text(trial.plan), *times, show_bytes(trial.peak), show_bytes(prediction.peak))
+    screen.print(table)
+    screen.print(f"The fastest here: {trials[0].plan}", markup=False)

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from echelon.data.dataset_loader import without_samples
 from echelon.data.sampler import rows_of_part
-from echelon.data.seeding import without_samples
 
 
 @final
