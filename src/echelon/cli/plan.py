@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from echelon.planner.foresight.prediction import Prediction
     from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
-    from echelon.planner.validate.report import SourceErrors
     from echelon.train.rehearsal import Work
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
@@ -73,8 +72,10 @@ def plan(
         _validate(validate, as_json)
         return
     errors: list[str] = []
-    size, tokens, count = _numbers(batch, sequence, top, errors)
-    most = read_count("--measure", measure, errors)
+    if batch is None:
+        errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
+    size, tokens = read_count("--batch", batch, errors), read_count("--sequence", sequence, errors)
+    count, most = read_count("--top", top, errors), read_count("--measure", measure, errors)
     if not (rank.isascii() and rank.isdecimal()):
         errors.append(f"--rank {rank}: must be an integer, at least 0")
     if precision not in _PRECISIONS:
@@ -92,33 +93,22 @@ def plan(
         result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
         _show_prediction(best[0].prediction, screen)
     else:
-        found = _search(shape, machines, size, tokens, precision, max(count, most or 0))
+        from echelon.planner.searching.search import search
+
+        shown = max(count, most or 0)
+        found = search(shape, machines, size, sequence=tokens, precision=precision, top=shown)
         best = found.best
         result |= found.to_dict()
         _show_search(found, screen)
     if best and (dry_run or most is not None):
-        work = _work(str(model), size, tokens or shape.sequence)
-        if dry_run:
-            result["dry_run"] = _dry_run(work, best[0], int(rank), screen)
-        if most is not None:
-            best, result["measured"] = _measure(work, best[:most], machines, screen)
+        sizes, dry_rank = (size, tokens or shape.sequence), int(rank) if dry_run else None
+        best, tried = _try_here(str(model), sizes, best, machines, dry_rank, most, screen)
+        result |= tried
     if as_json:
         print_json(result)
     if not best:
         raise typer.Exit(1)
     _emit(emit, str(model), best[0].plan, size, tokens)
-
-
-def _numbers(
-    batch: str | None, sequence: str | None, top: str, errors: list[str]
-) -> tuple[int | None, int | None, int | None]:
-    if batch is None:
-        errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
-    return (
-        read_count("--batch", batch, errors),
-        read_count("--sequence", sequence, errors),
-        read_count("--top", top, errors),
-    )
 
 
 def _inputs(
@@ -157,37 +147,29 @@ def _predict(
     return Found(str(parsed), predict(shape, parsed, machines, batch, sequence))
 
 
-def _search(
-    shape: "ModelShape", machines: "Cluster", batch: int, sequence: int | None, precision: str, top: int
-) -> "SearchResult":
-    from echelon.planner.searching.search import search
+def _try_here(
+    model: str,
+    sizes: tuple[int, int],
+    best: tuple["Found", ...],
+    machines: "Cluster",
+    rank: int | None,
+    most: int | None,
+    screen: Console,
+) -> tuple[tuple["Found", ...], dict[str, Any]]:
+    """Run a rank of the best plan dry, and so many plans; return these in the order of what they took."""
+    from echelon.train.rehearsal import Work, config_of_model, dry_run_of
 
-    return search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
-
-
-def _work(model: str, batch: int, sequence: int) -> "Work":
-    from echelon.train.rehearsal import Work, config_of_model
-
-    return Work(config_of_model(model), batch, sequence)
-
-
-def _dry_run(work: "Work", found: "Found", rank: int, screen: Console) -> dict[str, Any]:
-    from echelon.train.rehearsal import dry_run_of
-
-    run = dry_run_of(work, found.plan, rank)
-    show_dry_run(run, found.prediction, screen)
-    return run.to_dict()
-
-
-def _measure(
-    work: "Work", best: tuple["Found", ...], machines: "Cluster", screen: Console
-) -> tuple[tuple["Found", ...], list[dict[str, Any]]]:
-    """Run these plans; return them in the order of what they took."""
-
-    trials = measure(work, best, machines)
-    show_trials(trials, best, screen)
-    order = [trial.plan for trial in trials]
-    return tuple(sorted(best, key=lambda each: order.index(each.plan))), [each._asdict() for each in trials]
+    work, result = Work(config_of_model(model), *sizes), dict[str, Any]()
+    if rank is not None:
+        run = dry_run_of(work, best[0].plan, rank)
+        show_dry_run(run, best[0].prediction, screen)
+        result["dry_run"] = run.to_dict()
+    if most is not None:
+        trials, found = measure(work, best[:most], machines), {each.plan: each for each in best}
+        show_trials(trials, best, screen)
+        best = tuple(found[trial.plan] for trial in trials)
+        result["measured"] = [each._asdict() for each in trials]
+    return best, result
 
 
 def _show_prediction(prediction: "Prediction", screen: Console) -> None:
@@ -261,19 +243,13 @@ def _validate(path: Path, as_json: bool) -> None:
     sources = validate(path)
     if as_json:
         print_json({"sources": {name: errors.to_dict() for name, errors in sources.items()}})
-    else:
-        _show_errors(sources, console(as_json))
-
-
-def _show_errors(sources: dict[str, "SourceErrors"], screen: Console) -> None:
-    """Print a row per source."""
     table = Table("source", "rows", "refused", "mean", "median", "largest", "memory, mean")
     for name, errors in sources.items():
         values = errors.to_dict()
         shares = ("mean_error", "median_error", "max_error", "memory_mean_error")
         cells = ["" if values[share] is None else f"{values[share]:.1%}" for share in shares]
         table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
-    screen.print(table)
+    console(as_json).print(table)
 
 
 if TYPE_CHECKING:
@@ -288,7 +264,10 @@ _HELD = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 def show_dry_run(found: "DryRun", prediction: "Prediction", screen: Console) -> None:
     """Print bytes by category, predicted and by the code, and what the rank sends in a step."""
-    memory = _stage_memory(found, prediction)
+    from echelon.collectives.layout import Layout
+
+    stage = Layout(found.plan).position(found.rank).pipeline
+    memory = prediction.memory[max(at for at, first in enumerate(prediction.stages) if first <= stage)]
     table = Table(f"rank {found.rank}", "predicted", "code")
     for name in _HELD:
         table.add_row(name, show_bytes(getattr(memory, name)), show_bytes(found.memory.peak[name]))
@@ -302,15 +281,6 @@ def show_dry_run(found: "DryRun", prediction: "Prediction", screen: Console) -> 
         moved.add_row(axis, operation, subject, *sizes)
     screen.print(moved)
     screen.print(f"A step has {len(found.program)} instructions on this rank.")
-
-
-def _stage_memory(found: "DryRun", prediction: "Prediction") -> Any:
-    """What was predicted of the stage that a rank has."""
-    from echelon.collectives.layout import Layout
-
-    stage = Layout(found.plan).position(found.rank).pipeline
-    index = max(place for place, first in enumerate(prediction.stages) if first <= stage)
-    return prediction.memory[index]
 
 
 def measure(work: "Work", best: tuple["Found", ...], cluster: "Cluster") -> list["Trial"]:
