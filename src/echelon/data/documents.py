@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.errors import UserError, raise_errors
+from echelon.state.weight_files.tensor_file import is_text
 from echelon.state.weight_files.weight_folder import read_json
 
 TEXT_FIELD = "text"
@@ -134,7 +135,7 @@ class _Reader:
                     self._add(f"line {number} of '{path}' is not JSON: {error}")
                     continue
                 text = value.get(self.field) if isinstance(value, dict) else value
-                if isinstance(text, str) and _is_unicode(text):
+                if isinstance(text, str) and is_text(text):
                     yield text
                     continue
                 keys = ", ".join(map(str, value)) if isinstance(value, dict) else ""
@@ -171,15 +172,6 @@ class _Reader:
         self.errors.append(error)
         if len(self.errors) >= _MOST_ERRORS:
             raise_errors("the documents, and maybe more", self.errors)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for text with half a character, which JSON can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from echelon.planner.cluster.here import cluster_of_reports, devices_here, repor
 from echelon.planner.searching.choice import choose
 from echelon.planner.searching.request import Request, is_request
 from echelon.planner.shape.presets import shape_of
+from echelon.state.checkpoint.copies.folder import began
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain
@@ -118,12 +119,7 @@ def run_of_launch(job: Job, launch: Sequence[str]) -> LaunchedRun | None:
 
 def _agent() -> str:
     """The process that started this one: no other process, of this host or another, has the same text."""
-    pid = os.getppid()
-    try:
-        began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:  # not Linux
-        began = ""
-    return f"{socket.gethostname()} {pid} {began}"
+    return f"{socket.gethostname()} {os.getppid()} {began(os.getppid())}"
 
 
 def with_chosen_plan(job: Job) -> tuple[Job, str]:

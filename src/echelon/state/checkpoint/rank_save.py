@@ -27,7 +27,6 @@ from echelon.state.checkpoint.part_writer import (
 from echelon.state.checkpoint.snapshot import Later, Snapshot, SnapshotMemory, nothing
 from echelon.state.checkpoint.storage_errors import (
     RETRIES,
-    report_later_errors,
     report_write_errors,
     with_retries,
 )
@@ -157,7 +156,7 @@ def commit(place: object, target: Target, manifest: Manifest, options: SaveOptio
     data = manifest.as_readable_bytes()
     with report_write_errors(place):
         with_retries(lambda: target.commit(data, manifest.files), options.retries)
-    with report_later_errors(place):
+    with report_write_errors(place, is_whole=True):
         with_retries(target.clean_up, options.retries)
         if options.then is not None:
             options.then()

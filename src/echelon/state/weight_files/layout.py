@@ -22,27 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.state.ownership import Slice
 from echelon.state.weight_files.tensor_file import TensorEntry
 
 Shape = tuple[int, ...]
 Window = tuple[slice, ...]
 
 
-class Box(Protocol):
-    """A part of a tensor by its place; `echelon.state.ownership.Slice` is one."""
-
-    @property
-    def offsets(self) -> Shape: ...
-
-    @property
-    def sizes(self) -> Shape: ...
-
-
 class Region(NamedTuple):
-    """A box without a tensor."""
-
     offsets: Shape
     sizes: Shape
+
+
+Box = Region | Slice  # a part of a tensor by its place
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -11,6 +11,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -263,8 +264,7 @@ class MemoryCopies:
                 self._receive(sender, self._group.rank, generation, generation)
                 attempt = self._open(generation, ())
             except UserError as error:
-                attempt = _Attempt()
-                attempt.errors.append([str(error), _DAMAGED])
+                attempt = _Attempt(errors=[[str(error), _DAMAGED]])
         for work in sent:
             work.wait()
         return attempt
@@ -286,10 +286,10 @@ class MemoryCopies:
         return gather_values(value, self._group, self._device)
 
 
+@dataclass
 class _Attempt:
     """The files of a generation that a rank has opened, and the errors: each text with its kind."""
 
-    def __init__(self) -> None:
-        self.saved: SavedState | None = None
-        self.sent: dict[int, RankCopy] = {}
-        self.errors: list[list[str]] = []
+    saved: SavedState | None = None
+    sent: dict[int, RankCopy] = field(default_factory=dict)
+    errors: list[list[str]] = field(default_factory=list)
