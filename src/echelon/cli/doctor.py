@@ -161,7 +161,6 @@ def examine_devices() -> Section:
 
 
 def _judge(name: str, value: str, number: int, is_enough: bool, remark: str) -> Finding:
-    """Make a finding, with a remark if there is not enough of it."""
     return Finding(name, value, "ok" if is_enough else "warn", "" if is_enough else remark, number)
 
 
@@ -269,7 +268,6 @@ def examine_extras() -> Section:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a package, without importing it; None if it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:

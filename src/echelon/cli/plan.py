@@ -194,7 +194,6 @@ def _show_prediction(prediction: "Prediction", screen: Console) -> None:
 
 
 def _show_search(result: "SearchResult", screen: Console) -> None:
-    """Print a row per plan, and why others were cut."""
     if not result.best:
         screen.print(result.advice)
         return
@@ -213,7 +212,6 @@ def _show_search(result: "SearchResult", screen: Console) -> None:
 
 
 def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
-    """Write a job file for the plan, if there is a path."""
     if path is None:
         return
     lines = [f'plan = "{plan_text}"', f"batch = {batch}"]
@@ -310,7 +308,6 @@ def measure(work: "Work", best: tuple["Found", ...], cluster: "Cluster") -> list
 
 
 def show_trials(trials: list["Trial"], best: tuple["Found", ...], screen: Console) -> None:
-    """Print a row per plan that was run, the fastest first."""
     predictions = {each.plan: each.prediction for each in best}
     table = Table("plan", "measured", "predicted", "memory", "predicted")
     for trial in trials:

@@ -37,8 +37,6 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Replicas(Protocol):
-    """The replicas of an engine."""
-
     @property
     def replica(self) -> int: ...
     @property
@@ -329,7 +327,6 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _stream_errors(order: _Order, num_workers: int, needs_samples: bool) -> list[str]:
-    """List what a loader of a stream cannot do."""
     errors = []
     if order.shuffle:
         errors.append(

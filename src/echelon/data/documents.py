@@ -77,7 +77,6 @@ def find_source(path: Path) -> Source:
 
 
 def stdlib_source() -> Source:
-    """The Python sources of the standard library."""
     files, errors = files_below(Path(sysconfig.get_paths()["stdlib"]), _STDLIB_SKIPS)
     raise_errors("the standard library", errors)
     named = (each for each in files if each.suffix == ".py" and not each.name.startswith(_STDLIB_GENERATED))

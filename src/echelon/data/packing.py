@@ -45,7 +45,6 @@ class TokenStore(NamedTuple):
 
 
 def cache_folder(given: str | None = None) -> Path:
-    """The folder of all caches: the given one, or that of this user."""
     if given is not None:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "echelon" / "tokens"

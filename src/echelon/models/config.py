@@ -87,12 +87,10 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head of query, key and value."""
         return self.width // self.heads if self.head_width is None else self.head_width
 
     @property
     def query_width(self) -> int:
-        """Width of the query of one token, and of what attention returns."""
         return self.head_dim * self.heads
 
     @property
@@ -133,7 +131,6 @@ class ModelConfig:
         return self.num_parameters - self._count(0)
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if the feed-forward part of this block is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.first_dense
 
     def _count(self, num_experts: int) -> int:

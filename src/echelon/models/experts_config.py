@@ -122,7 +122,6 @@ class ExpertsConfig:
 
     @property
     def num_gate_rows(self) -> int:
-        """Rows of the width of the model in the gate's matrices."""
         if self.gate == "hierarchical":
             return 2 * (self.groups + self.num_experts)
         return 2 * self.num_experts if self.gate == "noisy-top-k" else self.num_experts

@@ -96,7 +96,6 @@ def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[
 
 
 def _inside_row(name: str, shape: tuple[int, ...], row: int, begin: int, end: int) -> list[Slice]:
-    """Return the boxes of a run inside one row of the first dim."""
     return [
         Slice(name, VALUE, shape, (row, *box.offsets), (1, *box.sizes))
         for box in run_slices(name, shape[1:], begin, end)
@@ -118,7 +117,6 @@ def own_run(run: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
 
 
 def own_counter(part: str, value: float | Tensor, dtype: torch.dtype = torch.float64) -> OwnedSlice:
-    """Place a number of the engine's own."""
     return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value).to(dtype))
 
 

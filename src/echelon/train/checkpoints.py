@@ -43,7 +43,6 @@ class Checkpoints:
         self.source = FROM_DISK  # of the state that was loaded last
 
     def limit(self, job: Job) -> None:
-        """Go on with a job that has another number of steps."""
         self._job = job
 
     def check_room(self, rank_bytes: float) -> None:

@@ -197,7 +197,6 @@ def read_metrics(path: Path) -> list[Stepped | Evaluated]:
 
 
 def last_step(path: Path) -> int:
-    """The last step that a file tells of, or 0."""
     return max((event.step for event in read_metrics(path)), default=0)
 
 

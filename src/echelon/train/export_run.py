@@ -33,8 +33,6 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Exported(NamedTuple):
-    """The files that were written, and where."""
-
     folder: Path
     checkpoint: Path
     step: int
@@ -122,7 +120,6 @@ class _Weights:
         return sorted(self._shapes)
 
     def errors(self, model: nn.Module) -> list[str]:
-        """Raise if these are not the tensors of a model."""
         state = model.state_dict(keep_vars=True)
         firsts = set(StateNames.of(model).state.values())
         found = {name: self._saved.parts(name)[VALUE] for name in self._shapes}

@@ -36,7 +36,6 @@ def make_batch(config: ModelConfig, samples: int, seed: int = 0) -> Batch:
 
 
 def make_model(config: ModelConfig) -> Transformer:
-    """A model on this rank's device, with the same weights on every rank."""
     torch.manual_seed(0)
     return build(config).to(_device())
 
@@ -79,7 +78,6 @@ class Rehearsal(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The median over the rounds."""
         return median(self.bubbles)
 
     @property

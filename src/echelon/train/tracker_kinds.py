@@ -205,7 +205,6 @@ _PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def tracker_errors(names: Collection[str]) -> list[str]:
-    """Why trackers of these names cannot be used here."""
     errors = []
     for name in names:
         if name not in KINDS:

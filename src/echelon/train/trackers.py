@@ -166,8 +166,6 @@ class Trackers:
 
 @dataclasses.dataclass
 class _Seen:
-    """Up to where a tracker has come."""
-
     is_new: bool = True
     steps: int = 0
     evaluations: int = 0

@@ -93,8 +93,6 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
 
 
 class LaunchedRun(NamedTuple):
-    """The folder of a run, and its summary if it has finished."""
-
     path: Path
     summary: dict[str, Any] | None
 

@@ -315,7 +315,6 @@ def check_bug(name: str, plan: Plan) -> None:
 
 
 def unknown_bug(name: str) -> str:
-    """Return the error of an unknown name, with all known ones."""
     guess, names = did_you_mean(name, BUGS), f"; known: {', '.join(BUGS)}"
     return f"--inject-bug {name}: there is no such bug{guess.removesuffix(names)}{names}"
 

@@ -277,7 +277,6 @@ def _scalar_distance(first: float, second: float) -> float:
 
 
 def _combine(norms: Iterable[_Norms]) -> _Norms:
-    """The norms of all these tensors as one."""
     return _Norms(*(math.hypot(*column) for column in zip(*norms, strict=True)))
 
 

@@ -15,8 +15,6 @@ OWN_TYPE = "echelon"
 
 @dataclass(frozen=True)
 class Dialect:
-    """The keys of one model type for our fields."""
-
     family: Family
     architecture: str
     fits: Callable[[ModelConfig], bool]  # whether it can hold this config
@@ -29,7 +27,6 @@ class Dialect:
 
 
 def dialect_of(config: ModelConfig) -> str:
-    """Return the model type to write."""
     return next((name for name, dialect in DIALECTS.items() if dialect.fits(config)), OWN_TYPE)
 
 

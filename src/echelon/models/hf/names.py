@@ -176,8 +176,6 @@ def _join(rule: _Rule, state: Mapping[str, Tensor]) -> FileTensor:
 
 
 class MixtureNames(NamedTuple):
-    """The names of the mixture of a block, and of the matrices of its experts."""
-
     mixture: str
     gate: str
     up: str
@@ -196,7 +194,6 @@ _SHARED = {
 def expert_tensors(
     names: MixtureNames, hf_block: str, mlp: str, state: Mapping[str, Tensor]
 ) -> Iterator[FileTensor]:
-    """Yield the tensors of a mixture; `mlp` begins the names of ours."""
     hf_mixture = f"{hf_block}{names.mixture}"
     yield whole_tensor(f"{mlp}gate.weight", state[f"{mlp}gate.weight"], f"{hf_mixture}gate.weight")
     first, down = f"{mlp}experts.gate_up_proj", f"{mlp}experts.down_proj"
@@ -214,6 +211,5 @@ def expert_tensors(
 def _matrix(
     stored: str, name: str, tensor: Tensor, expert: int, row: int, shape: tuple[int, int]
 ) -> FileTensor:
-    """Make a matrix of one expert, which begins at a row of the stacked tensor."""
     piece = Piece(name, (expert, row, 0), (1, *shape), stored, stored_offsets=(0, 0))
     return FileTensor(stored, shape, tensor.dtype, (piece,))

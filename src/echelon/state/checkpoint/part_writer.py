@@ -178,7 +178,6 @@ class DirectFile:
         return os.write(self._descriptor, memory)
 
     def finish(self) -> None:
-        """Return when all of it is on the disk."""
         os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)
 

@@ -193,7 +193,6 @@ class WeightLayout:
         return [*self.problems, *tensor_errors(stored, expected), *self._mixture_errors(found)]
 
     def _mixture_errors(self, found: Mapping[str, Described]) -> list[str]:
-        """List the tensors that are put together from parts of several types."""
         dtypes = {
             name: sorted({str(found[piece.stored].dtype) for piece in pieces if piece.stored in found})
             for name, pieces in self.pieces.items()

@@ -112,7 +112,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(value: object) -> bool:
-    """Return whether it does not lead out of the folder."""
     return isinstance(value, str) and is_text(value) and Path(value).name == value
 
 
@@ -189,7 +188,6 @@ class WeightFolder:
 
     @property
     def ties(self) -> Collection[str]:
-        """Further names of tied tensors."""
         return self._layout.ties.keys()
 
     def describe(self) -> Iterator[str]:

@@ -243,7 +243,6 @@ def _as_it_is(value: Any, *_: Any, **__: Any) -> Any:
 
 
 def _logits(output: Any, _: Any) -> Any:
-    """What a Trainer calls predictions: the logits."""
     return output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 

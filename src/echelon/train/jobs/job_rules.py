@@ -194,7 +194,6 @@ def _check_optimizer(optimizer: OptimizerJob, findings: Findings) -> None:
 
 
 def _check_plan(job: Job, findings: Findings) -> Plan | None:
-    """The plan, if it is one."""
     if not job.plan.strip():
         findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
     if not findings.all_valid("plan"):

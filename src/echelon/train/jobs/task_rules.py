@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """The errors so far, and the invalid keys."""
-
     invalid: set[str]
     errors: list[str] = field(default_factory=list)
 
@@ -81,7 +79,6 @@ def refuse_foreign_keys(job: Job, findings: Findings) -> None:
 
 
 def check_language_model(job: Job, findings: Findings) -> ModelConfig | None:
-    """The sizes of the model, if they are valid."""
     refuse_foreign_keys(job, findings)
     # Sizes are checked together only if all are known; otherwise check at least the preset.
     model = job.model if findings.all_valid("model") else job.model.without_sizes()

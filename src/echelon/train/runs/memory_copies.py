@@ -45,13 +45,11 @@ def folder_of(job: Job, run: Path) -> MemoryFolder | None:
 
 
 def has_copies(job: Job, run: Path) -> bool:
-    """Return whether this host has a file of any rank."""
     folder = folder_of(job, run)
     return folder is not None and bool(folder.entries())
 
 
 def newest_in_memory(job: Job, run: Path) -> int:
-    """The newest step of which this host has the files of all ranks, or 0."""
     return newest_step_here(MemoryFolder(run), ranks_here(Plan.parse(job.plan))) if is_in_memory(job) else 0
 
 

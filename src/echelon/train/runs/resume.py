@@ -28,8 +28,6 @@ MAY_CHANGE = (
 
 
 class Continued(NamedTuple):
-    """A run to go on with, and its job."""
-
     path: Path
     job: Job
 

@@ -125,8 +125,6 @@ class Trouble(NamedTuple):
 
 @final
 class SpikeWatch:
-    """Judges the losses of a training, one step after the other."""
-
     def __init__(self, factor: float, window: int) -> None:
         """`factor` 0: nothing is a spike."""
         self._factor = factor

@@ -60,7 +60,6 @@ def fit_job(job: Job) -> Job:
 
 
 def change(job: Job, fitted: Job) -> str:
-    """Return the note about a plan that was changed."""
     return (
         f"elastic: {ranks_available()} {'ranks' if is_under_torchrun() else 'devices'} for the plan "
         f"'{job.plan}'; training with '{fitted.plan}', and the same global batch of {job.batch}"
@@ -126,7 +125,6 @@ class CopyRescue:
             self._memory.stays = False
 
     def _newest(self) -> HostCopies | None:
-        """The copies in memory that are newer than all checkpoints on disk."""
         run = self._run.folder.path
         folder = folder_of(self._job, run)
         return None if folder is None else HostCopies.newest(folder, newest_step(self._job, run), self._say)

@@ -80,7 +80,6 @@ class MemoryFolder:
             ) from error
 
     def is_private(self) -> bool:
-        """Return whether it is a folder of this user, for this user alone."""
         found = self.path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
@@ -171,7 +170,6 @@ def file_name(rank: int) -> str:
 
 
 def memory_root() -> Path:
-    """Return the RAM disk of this host, or what the environment names."""
     root = Path(os.environ.get(VARIABLE) or _RAM_DISK)
     if not root.is_dir():
         raise UserError(

@@ -35,15 +35,6 @@ from echelon.state.checkpoint.copies.folder import (
     host_name,
     step_of,
 )
-from echelon.state.checkpoint.copies.network import (
-    Found,
-    RankCopy,
-    Sending,
-    num_files,
-    receivers,
-    sendings,
-    whole_generations,
-)
 from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
 from echelon.state.checkpoint.part_writer import FileLayout
 from echelon.state.checkpoint.saved import SavedState
@@ -70,7 +61,7 @@ class MemoryCopies:
     def __init__(self, folder: MemoryFolder, plan: str, group: Group, device: torch.device) -> None:
         self._folder, self._plan, self._group, self._device = folder, plan, group, device
         self._hosts = [str(host) for host in self._gather(host_name(folder.path))]
-        self._receivers = receivers(self._hosts)
+        self._receivers = network.receivers(self._hosts)
         self._network = dist.new_group(backend="gloo") if len(set(self._hosts)) > 1 else None
         self._files: dict[Path, MappedFile] = {}
         self._signature, self._lists = "", list[list[RankSlice]]()
@@ -82,7 +73,7 @@ class MemoryCopies:
     def check_room(self, rank_bytes: float) -> None:
         """Refuse a RAM disk that is too small for states of so many bytes at least, on every rank."""
         host = self._hosts[self._group.rank]
-        files = num_files(host, self._hosts, self._receivers)
+        files = network.num_files(host, self._hosts, self._receivers)
         check_on_every_rank(lambda: self._folder.check_room(rank_bytes, files))
 
     # Save.
@@ -126,7 +117,7 @@ class MemoryCopies:
             try:
                 data = rank_file.with_hash(manifest, layout, memory).as_bytes()
                 self._folder.write_manifest(Entry(self._group.rank, generation, slot), data)
-                copy = RankCopy(rank_file.as_tensor(data), memory)
+                copy = network.RankCopy(rank_file.as_tensor(data), memory)
             except Exception as error:
                 errors.append(error)
             try:  # in any case: other hosts wait for a copy, or for the word that there is none
@@ -139,7 +130,7 @@ class MemoryCopies:
         self._thread = threading.Thread(target=work, name="echelon-memory-copy", daemon=True)
         self._thread.start()
 
-    def _send_on(self, generation: str, copy: RankCopy | None, kept: str | None) -> None:
+    def _send_on(self, generation: str, copy: network.RankCopy | None, kept: str | None) -> None:
         """Send this rank's file, or that there is none, to the next host, and keep those of others."""
         receiver = self._receivers[self._group.rank]
         if receiver is None or self._network is None:
@@ -196,13 +187,13 @@ class MemoryCopies:
         given_up: set[str] = set()
         received: tuple[int, ...] = ()
         while True:
-            found: list[Found] = self._gather(self._folder.held())
-            early = [name for name in whole_generations(found) if step_of(name) < before]
+            found: list[network.Found] = self._gather(self._folder.held())
+            early = [name for name in network.whole_generations(found) if step_of(name) < before]
             candidates = [name for name in early if name not in given_up]
             if not candidates:
                 return None
             generation = candidates[0]
-            missing = sendings(generation, found)
+            missing = network.sendings(generation, found)
             attempt = self._open(generation, missing)
             if self._is_refused(generation, attempt, given_up, say):
                 continue
@@ -223,9 +214,9 @@ class MemoryCopies:
                 self._folder.forget(entry)
 
     def steps(self) -> list[int]:
-        return [step_of(name) for name in whole_generations(self._gather(self._folder.held()))]
+        return [step_of(name) for name in network.whole_generations(self._gather(self._folder.held()))]
 
-    def _open(self, generation: str, missing: Sequence[Sending]) -> "_Attempt":
+    def _open(self, generation: str, missing: Sequence[network.Sending]) -> "_Attempt":
         """Open this rank's own file, if it is here, and those that it sends; none that is damaged."""
         attempt, entries = _Attempt(), {(each.rank, each.generation): each for each in self._folder.entries()}
         plan = self._plan, self._group.size
@@ -249,10 +240,12 @@ class MemoryCopies:
             else:
                 data = rank_file.as_tensor(self._folder.manifest(entry).read_bytes())
                 size = saved.manifest.files[file_name(rank)].bytes
-                attempt.sent[rank] = RankCopy(data, self._room(entry.slot, rank, size))
+                attempt.sent[rank] = network.RankCopy(data, self._room(entry.slot, rank, size))
         return attempt
 
-    def _send_back(self, generation: str, missing: Sequence[Sending], before: "_Attempt") -> "_Attempt":
+    def _send_back(
+        self, generation: str, missing: Sequence[network.Sending], before: "_Attempt"
+    ) -> "_Attempt":
         """Send files to the ranks that have lost them, which open them."""
         assert self._network is not None, "a file that this host has is not missing on it"
         sent = [
@@ -291,5 +284,5 @@ class _Attempt:
     """The files of a generation that a rank has opened, and the errors: each text with its kind."""
 
     saved: SavedState | None = None
-    sent: dict[int, RankCopy] = field(default_factory=dict)
+    sent: dict[int, network.RankCopy] = field(default_factory=dict)
     errors: list[list[str]] = field(default_factory=list)

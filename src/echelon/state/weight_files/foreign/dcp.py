@@ -119,7 +119,6 @@ def _optimizer(foreign: ForeignTensors, read_plain: Callable[[str], Any]) -> For
 
 
 def _read_plain(folder: Path, name: str, where: Mapping[Any, Any]) -> Any:
-    """Read an entry that is no tensor."""
     try:
         place = where[name, ()]
         file = _file_of(folder, place)

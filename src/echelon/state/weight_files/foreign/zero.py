@@ -206,7 +206,6 @@ class _Cut:
         return torch.cat(parts)[: math.prod(shape)].view(shape)
 
     def check(self, rows: _Rows, folder: Path) -> None:
-        """Refuse rows that are too short for their parameters."""
         for name, (group, begin, length, _) in self.places.items():
             parts = (
                 rows if self._is_each_cut else [[of_rank[group] for of_rank in rows if group < len(of_rank)]]
@@ -292,7 +291,6 @@ def _base(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_state(state: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of the first row."""
     return next((each for each in _base(state)["state"].values() if isinstance(each, dict)), {})
 
 
