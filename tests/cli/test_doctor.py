@@ -108,7 +108,7 @@ def test_an_unfit_driver_is_a_warning_in_torchs_words(monkeypatch: pytest.Monkey
     assert "too old" in cuda.remark
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0", "2.13.1", "2.13.0+cpu", "2.13.0+cu129"])

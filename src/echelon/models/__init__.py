@@ -5,8 +5,7 @@ lists its layers.
 """
 
 from echelon.models.build import build, build_image, build_without_memory, num_parameters, preset, presets
-from echelon.models.config import ModelConfig, RopeScaling
-from echelon.models.experts_config import ExpertsConfig
+from echelon.models.config import ExpertsConfig, ModelConfig, RopeScaling
 from echelon.models.hf.folder import (
     from_hf_state,
     load_hf,

@@ -37,10 +37,11 @@ from echelon.state.weight_files.foreign.tensors import (
     Described,
     ForeignOptimizer,
     ForeignTensors,
+    describe,
 )
 from echelon.state.weight_files.layout import whole
 from echelon.state.weight_files.tensor_file import report_os_errors
-from echelon.state.weight_files.weight_folder import CONFIG, SHARD_BYTES, read_json, write_weights
+from echelon.state.weight_files.weight_folder import CONFIG, read_json, write_weights
 from echelon.train.export_run import DTYPES
 from echelon.version import VERSION
 
@@ -67,13 +68,11 @@ def import_weights(
     config: Path | None = None,
     prefix: str | None = None,
     dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Imported:
     """Write the weights of a checkpoint to `out`. With `config`, the Hugging Face folder of the same model,
     `out` becomes one too, and the names and shapes are checked. to="checkpoint" writes what engine.load
     takes, with the optimizer's state."""
-    errors = [*_target_errors(to, dtype), *_argument_errors(source, out, config, dtype, unsafe_pickle)]
-    raise_errors(f"import of {source}", errors)
+    raise_errors(f"import of {source}", _argument_errors(source, out, to, config, dtype, unsafe_pickle))
     foreign = _open(source)
     prefix, names = _choose(foreign, config, prefix)
     if to == "checkpoint":
@@ -85,7 +84,7 @@ def import_weights(
     tensors = (
         foreign.read(name).to(entry.dtype).contiguous() for name, entry in zip(names, entries, strict=True)
     )
-    write_weights(out, entries, tensors, shard_bytes)
+    write_weights(out, entries, tensors)
     if config is not None:
         with report_os_errors(out):
             copy_tokenizer(config, out)
@@ -94,20 +93,16 @@ def import_weights(
     return Imported(out, foreign.kind, prefix, len(entries), sum(each.nbytes for each in entries), skipped)
 
 
-def _target_errors(to: str, dtype: str | None) -> list[str]:
-    if to not in TARGETS:
-        return [f"--to {to}: is no form that is written{did_you_mean(to, TARGETS)}"]
-    if to == "checkpoint" and dtype is not None:
-        return [
-            "--dtype: a checkpoint has the values as they were; engine.load converts them as its plan says"
-        ]
-    return []
-
-
 def _argument_errors(
-    source: Path, out: Path, config: Path | None, dtype: str | None, unsafe_pickle: bool
+    source: Path, out: Path, to: str, config: Path | None, dtype: str | None, unsafe_pickle: bool
 ) -> list[str]:
     errors = []
+    if to not in TARGETS:
+        errors.append(f"--to {to}: is no form that is written{did_you_mean(to, TARGETS)}")
+    elif to == "checkpoint" and dtype is not None:
+        errors.append(
+            "--dtype: a checkpoint has the values as they were; engine.load converts them as its plan says"
+        )
     if not source.exists():
         errors.append(f"{source}: there is no such file or folder")
     elif not unsafe_pickle:
@@ -144,7 +139,7 @@ def _open_file(path: Path) -> ForeignTensors:
     tensors = dict(_flatten(loaded)) if isinstance(loaded, Mapping) else {}
     if not tensors:
         raise UserError(f"{path}: holds no state dict with tensors")
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    shapes = {name: describe(tensor) for name, tensor in tensors.items()}
     return ForeignTensors("torch.save", shapes, lambda name: tensors[name].detach())
 
 
@@ -171,7 +166,7 @@ def _choose(foreign: ForeignTensors, config: Path | None, prefix: str | None) ->
     for each in (prefix,) if prefix is not None else MODEL_PREFIXES:
         with suppress(UserError):  # no name begins so
             names = foreign.weights(each)[1]
-            found = {name.removeprefix(each): _described(*foreign.shapes[name]) for name in names}
+            found = {name.removeprefix(each): foreign.like(name) for name in names}
             problems[each] = model.weight_layout(found.keys()).errors(found)
             if not problems[each]:
                 return each, names
@@ -179,10 +174,6 @@ def _choose(foreign: ForeignTensors, config: Path | None, prefix: str | None) ->
         return foreign.weights(prefix)  # which raises
     best = min(problems, key=lambda each: len(problems[each]))
     raise UserError(f"the weights are not those of {config} (their names after '{best}'):", problems[best])
-
-
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class Written(NamedTuple):

@@ -161,7 +161,9 @@ class _Training:
         if self._num_made == events.MEASURED_STEP or (
             self._num_made < events.MEASURED_STEP and step == job.steps
         ):
-            self._measure(step)
+            measured = events.measure_ranks(engine, step, self._num_made)
+            if self._first:
+                self._report(measured)
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
             self._report(events.Audited(tuple(self._audit)))
@@ -178,17 +180,9 @@ class _Training:
                 self._tell(events.Evaluated(step, loss, accuracy))
             refuse_divergence(job, step, validation_loss=loss)
         if self._checkpoints.is_due(step):
-            self.save(step)
-
-    def _measure(self, step: int) -> None:
-        measured = events.measure_ranks(self._engine, step, self._num_made)
-        if self._first:
-            self._report(measured)
-
-    def save(self, step: int) -> None:
-        self._checkpoints.save(step)
-        if self._first:
-            self._report(events.Saved(step))
+            self._checkpoints.save(step)
+            if self._first:
+                self._report(events.Saved(step))
 
     def limit(self, steps: int, rates: "_Rates") -> Job:
         before, job = self._job, with_steps(self._job, steps)

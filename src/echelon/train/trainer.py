@@ -22,14 +22,13 @@ from echelon.planner.searching.choice import choose
 from echelon.planner.searching.request import Request, is_request
 from echelon.planner.shape.presets import shape_of
 from echelon.state.checkpoint.copies.folder import began
-from echelon.train.checkpoints import checkpoint_folder
+from echelon.train.checkpoints import checkpoint_folder, loss_warning, memory_of_rank
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain
 from echelon.train.jobs.job_rules import check, division_errors, job_errors
 from echelon.train.loop import train_rank
 from echelon.train.run import Run, Show, open_run
 from echelon.train.runs import Preempted
-from echelon.train.runs.memory_copies import loss_warning, memory_of_rank
 from echelon.train.runs.resume import runs_of
 from echelon.train.runs.run_folder import FINISHED, read_about
 from echelon.train.runs.stopping import Sigterm

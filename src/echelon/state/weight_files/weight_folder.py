@@ -216,13 +216,9 @@ class WeightFolder:
 
 def _sample(tensor: StoredTensor) -> str:
     """Return a digest of the first and the last bytes."""
-    size = nbytes(tensor.shape, tensor.dtype)
-    flat = tensor._replace(shape=(size,), dtype=torch.uint8)
-    digest = hashlib.blake2b(digest_size=8)
-    for window in (slice(0, min(_SAMPLED_BYTES, size)), slice(max(0, size - _SAMPLED_BYTES), size)):
-        block = torch.empty(window.stop - window.start, dtype=torch.uint8, device="cpu")
-        read_box(flat, (window,), block)
-        digest.update(block.numpy().tobytes())
+    size, digest = nbytes(tensor.shape, tensor.dtype), hashlib.blake2b(digest_size=8)
+    for begin, end in ((0, min(_SAMPLED_BYTES, size)), (max(0, size - _SAMPLED_BYTES), size)):
+        digest.update(_read_bytes(tensor, begin, end).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -231,15 +227,18 @@ def _is_equal(left: StoredTensor, right: StoredTensor) -> bool:
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
     num_bytes = nbytes(left.shape, left.dtype)
-    flat = [each._replace(shape=(num_bytes,), dtype=torch.uint8) for each in (left, right)]
     for begin in range(0, num_bytes, _COMPARED_BYTES):
-        window = (slice(begin, min(begin + _COMPARED_BYTES, num_bytes)),)
-        blocks = [torch.empty(window[0].stop - begin, dtype=torch.uint8, device="cpu") for _ in flat]
-        for tensor, block in zip(flat, blocks, strict=True):
-            read_box(tensor, window, block)
-        if not torch.equal(*blocks):
+        end = min(begin + _COMPARED_BYTES, num_bytes)
+        if not torch.equal(_read_bytes(left, begin, end), _read_bytes(right, begin, end)):
             return False
     return True
+
+
+def _read_bytes(tensor: StoredTensor, begin: int, end: int) -> Tensor:
+    out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+    size = nbytes(tensor.shape, tensor.dtype)
+    read_box(tensor._replace(shape=(size,), dtype=torch.uint8), (slice(begin, end),), out)
+    return out
 
 
 SHARD_BYTES = 5 * 10**9

@@ -48,21 +48,13 @@ class Findings:
             return None
 
 
-_EXPERTS = [f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)]
 _SIZES = (
     *("layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence", "tied", "head_width", "qk_norm"),
-    *_EXPERTS,
+    *(f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)),
 )
 _TEXT_KEYS = ("data.dtype", "data.tokenizer", "data.field", "data.cache")
 _TASK_KEYS = {
-    "language": (
-        "sequence",
-        *(f"model.{name}" for name in _SIZES),
-        "data.dtype",
-        "data.tokenizer",
-        "data.field",
-        "data.cache",
-    ),
+    "language": ("sequence", *(f"model.{name}" for name in _SIZES), *_TEXT_KEYS),
     "images": ("model.image_size", "model.divisor", "data.augment"),
 }
 

@@ -13,11 +13,10 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.planner.searching.request import is_request
 from echelon.state.checkpoint.folder import RUN_FILE, find_run
-from echelon.train.checkpoints import newest_step
+from echelon.train.checkpoints import has_copies, is_in_memory, newest_step
 from echelon.train.events import METRICS, last_step
 from echelon.train.jobs.job import Job, as_plain, flat
 from echelon.train.jobs.job_file import read_job, read_values
-from echelon.train.runs.memory_copies import has_copies, is_in_memory
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, link_errors, read_about
 
 MAY_CHANGE = (

@@ -26,7 +26,15 @@ from echelon.plan import AUTO, Plan
 from echelon.quantities import counted
 from echelon.state.checkpoint.copies.folder import DAYS_KEPT, MemoryFolder, forget_all
 from echelon.state.checkpoint.copies.rank_file import HostCopies
-from echelon.train.checkpoints import checkpoint_folder, newest_step
+from echelon.train.checkpoints import (
+    RunMemory,
+    checkpoint_folder,
+    folder_of,
+    is_in_memory,
+    memory_of_run,
+    newest_in_memory,
+    newest_step,
+)
 from echelon.train.events import Noted, Restarting
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_rules import job_errors
@@ -34,13 +42,6 @@ from echelon.train.jobs.machine_fit import most_ranks_here
 from echelon.train.loop import train_rank
 from echelon.train.run import Run
 from echelon.train.runs import Preempted
-from echelon.train.runs.memory_copies import (
-    RunMemory,
-    folder_of,
-    is_in_memory,
-    memory_of_run,
-    newest_in_memory,
-)
 from echelon.train.runs.stopping import Sigterm
 
 
