@@ -37,7 +37,7 @@ PlanText = Annotated[str | None, typer.Option("--plan", help="Predict this plan 
 Precision = Annotated[str, typer.Option(help=f"Of the search: {', '.join(_PRECISIONS)}.")]
 Top = Annotated[str, typer.Option(metavar="INTEGER", help="How many plans to show.")]
 Emit = Annotated[Path | None, typer.Option(help="Write a job file with the best plan, for echelon train.")]
-DryRun = Annotated[
+Dry = Annotated[
     bool, typer.Option("--dry-run", help="Run a rank of the plan, without others: its bytes and messages.")
 ]
 Rank = Annotated[str, typer.Option(metavar="INTEGER", help="Of the dry run.")]
@@ -61,7 +61,7 @@ def plan(
     precision: Precision = "bf16",
     top: Top = "10",
     emit: Emit = None,
-    dry_run: DryRun = False,
+    dry_run: Dry = False,
     rank: Rank = "0",
     measure: Measure = None,
     validate: Validate = None,
