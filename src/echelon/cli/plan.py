@@ -15,11 +15,12 @@ from echelon.launching.torchrun import is_under_torchrun
 from echelon.quantities import show_bytes, show_seconds
 
 if TYPE_CHECKING:
+    from echelon.engine.dry_run import DryRun
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
     from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
-    from echelon.train.rehearsal import Work
+    from echelon.train.rehearsal import Trial, Work
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
@@ -249,13 +250,6 @@ def _validate(path: Path, as_json: bool) -> None:
         table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
     console(as_json).print(table)
 
-
-if TYPE_CHECKING:
-    from echelon.engine.dry_run import DryRun
-    from echelon.planner.cluster.cluster import Cluster
-    from echelon.planner.foresight.prediction import Prediction
-    from echelon.planner.searching.search import Found
-    from echelon.train.rehearsal import Trial, Work
 
 _HELD = ("parameters", "gradients", "optimizer", "activations", "buffers")
 

@@ -124,7 +124,8 @@ def with_chosen_plan(job: Job) -> tuple[Job, str]:
     if not is_request(job.plan):
         return job, ""
     request = Request.parse(job.plan)
-    raise_errors("the job", job_errors(dataclasses.replace(job, plan=_any_plan())))
+    any_plan = f"data={os.environ['WORLD_SIZE']}" if is_under_torchrun() else "data=1"
+    raise_errors("the job", job_errors(dataclasses.replace(job, plan=any_plan)))
     config = config_of(job)
     if not isinstance(config, ModelConfig):
         raise UserError(
@@ -152,8 +153,3 @@ def with_chosen_plan(job: Job) -> tuple[Job, str]:
         with Ranks(request.ranks or devices_here()) as ranks:
             plan, why = decide(ranks.run(report_of_rank))
     return dataclasses.replace(job, plan=plan), str(why)
-
-
-def _any_plan() -> str:
-    """A plan that the other settings of a job can be checked with."""
-    return f"data={os.environ['WORLD_SIZE']}" if is_under_torchrun() else "data=1"
