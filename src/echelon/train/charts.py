@@ -156,6 +156,7 @@ def _is_usable(value: float) -> bool:
 
 
 def _points(series: Series) -> list[Point | None]:
+    """The points in order; None for one that cannot be drawn."""
     pairs = zip(series.x, series.y, strict=True)
     return [Point(x, y) if _is_usable(x) and _is_usable(y) else None for x, y in pairs]
 
@@ -179,6 +180,7 @@ def _buckets(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def _runs(points: list[Point | None]) -> list[list[Point]]:
+    """The runs of points between gaps."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if point is not None:
@@ -228,6 +230,7 @@ def _legend(names: Sequence[str], width: int) -> tuple[list[str], int]:
 
 
 def _line(runs: list[list[Point]], x_axis: Axis, y_axis: Axis, index: int) -> str:
+    """The line as one path; a run of a single point is a dot."""
     path: list[str] = []
     dots: list[str] = []
     for run in runs:
