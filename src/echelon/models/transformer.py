@@ -28,7 +28,7 @@ from echelon.models.blocks import (
 )
 from echelon.models.config import Family, ModelConfig
 from echelon.models.hf.config import config_differences, config_to_hf
-from echelon.models.hf.names import hf_layout
+from echelon.models.hf.dialects import hf_layout
 from echelon.nn.head.deferred import fused_cross_entropy
 from echelon.nn.losses import IGNORED_TARGET
 from echelon.nn.sequence import POSITIONS, WHOLE
