@@ -177,8 +177,8 @@ def test_packages_are_found_by_what_is_installed() -> None:
 
 
 def test_ranks_time_a_large_and_a_small_all_reduce(warm_ranks: Callable[[int], Ranks]) -> None:
-    for seconds in warm_ranks(2).run(doctor.time_all_reduce):
-        assert seconds.large > seconds.small > 0
+    for large, small in warm_ranks(2).run(doctor.time_all_reduce):
+        assert large > small > 0
 
 
 @pytest.mark.slow_cases("error1")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.commands import output
 from tests.report.folders import write_run
-from tests.train.test_task import byte_model
+from tests.train.test_write_text import byte_model
 
 
 def test_a_page_is_written_into_the_run_or_elsewhere(

@@ -13,7 +13,8 @@ from echelon.train.events import Event, Sampled, Stepped
 from echelon.train.export_run import export_run
 from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob
 from echelon.train.jobs.job_rules import check
-from echelon.train.task import LanguageTask, write_text
+from echelon.train.task import LanguageTask
+from echelon.train.write_text import write_text
 from tests.data.tiny_folders import make_model, make_tokenizer, write_texts
 from tests.train.test_export_run import saved_run
 

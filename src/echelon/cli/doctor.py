@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import echelon
 from echelon import hardware
@@ -305,11 +305,6 @@ _LARGE, _SMALL = 16 * MIB, 8
 _DEADLINE = 20.0  # for ranks that hang on a broken machine
 
 
-class AllReduceSeconds(NamedTuple):
-    large: float  # of a large buffer, on two ranks
-    small: float
-
-
 def examine_speed() -> Section:
     return section(
         "Measured here",
@@ -358,7 +353,7 @@ def _two_ranks() -> list[Finding]:
     ]
 
 
-def _start_and_run() -> tuple[float, AllReduceSeconds]:
+def _start_and_run() -> tuple[float, tuple[float, float]]:
     """Return the seconds until two ranks had started, and what they measured."""
     start = time.perf_counter()
     with Ranks(2, backend="gloo", deadline=_DEADLINE) as ranks:
@@ -366,7 +361,8 @@ def _start_and_run() -> tuple[float, AllReduceSeconds]:
         return seconds, ranks.run(time_all_reduce)[0]
 
 
-def time_all_reduce() -> AllReduceSeconds:
+def time_all_reduce() -> tuple[float, float]:
+    """Return the seconds of an all-reduce of a large buffer, and of a small one; in both ranks."""
     import torch
     import torch.distributed as dist
 
@@ -375,7 +371,7 @@ def time_all_reduce() -> AllReduceSeconds:
     assert dist.group.WORLD is not None
     group = TorchGroup("data", dist.group.WORLD, Ledger())
     large, small = torch.zeros(_LARGE // 4), torch.zeros(_SMALL // 4)
-    return AllReduceSeconds(
+    return (
         _median_seconds(lambda: group.all_reduce(large), tries=7),
         _median_seconds(lambda: group.all_reduce(small), tries=50),
     )

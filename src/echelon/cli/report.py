@@ -82,7 +82,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Write text with the model of a run. It has no cache of keys and values: to look, not to serve."""
-    from echelon.train.task import write_text
+    from echelon.train.write_text import write_text
 
     screen = console(as_json)
     with screen.status("writing …"):
