@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.signals import EXIT_CODE, Interrupted, Terminated, ctrl_c_keeps_notes, signals_raise
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from tests.cli.commands import training, wait_for
 
 

@@ -15,8 +15,7 @@ from echelon.launching import RankFailed
 from echelon.train import loop
 from echelon.train.events import Event, Noted, Restarting, Started, Stepped
 from echelon.train.jobs.job import Job, OptimizerJob
-from echelon.train.runs import supervisor
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted, supervisor
 from echelon.train.trainer import train
 from tests.train.test_trainer import small_job
 

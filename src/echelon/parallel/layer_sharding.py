@@ -49,8 +49,7 @@ from echelon.parallel.tensor.split import Sharded, split_over
 from echelon.parallel.tensor.styles import Table
 from echelon.program import Program
 from echelon.program.build import step_program
-from echelon.state.ownership import OwnedSlice
-from echelon.state.shards import Shard
+from echelon.state.ownership import OwnedSlice, Shard
 
 
 class LocalPart(NamedTuple):

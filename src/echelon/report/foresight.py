@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.report.run_files import RunFiles, whole
+from echelon.train.events import MEASURED_STEP
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.measured import MEASURED_STEP
 
 T = TypeVar("T")
 MOST_PARAMETERS = 2 * 10**9  # of a model that is built for a dry run

@@ -14,9 +14,8 @@ from echelon.errors import UserError
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.file_checks import open_regular, read_regular
 from echelon.state.checkpoint.folder import RUN_FILE
-from echelon.train.events import METRICS
+from echelon.train.events import MEASURED, METRICS
 from echelon.train.loop import TRACE
-from echelon.train.measured import MEASURED
 from echelon.train.run import SAVED
 
 _LONGEST_LINE = 2**22

@@ -22,9 +22,9 @@ from echelon.nn.huggingface.modules import is_pretrained
 from echelon.nn.huggingface.weight_layouts import write_generation_config
 from echelon.state.assembly import Assembly, Key
 from echelon.state.ownership import VALUE, StateNames
-from echelon.state.weight_files.folder_writer import write_folder
 from echelon.state.weight_files.layout import WeightLayout
 from echelon.state.weight_files.tensor_file import TensorEntry
+from echelon.state.weight_files.weight_folder import write_folder
 
 Fetch = Callable[[str], Tensor]
 

@@ -52,7 +52,7 @@ def _without_padding(logits: Tensor, group: Group, vocabulary: int) -> Tensor:
 
 # Losses over split logits, by the full name of the loss over whole logits that they replace.
 SPLIT_LOSSES: dict[str, SplitLoss] = {
-    "echelon.models.loss.cross_entropy": vocabulary_cross_entropy,
+    "echelon.models.transformer.cross_entropy": vocabulary_cross_entropy,
     "echelon.nn.huggingface.own_loss.causal_cross_entropy": vocabulary_cross_entropy,
 }
 

@@ -15,7 +15,7 @@ from echelon.nn.wrapping import Wrapper, find_wrapper
 from echelon.parallel.tensor.moves import check_tokens, checked_tokens, gathered, vocabulary_part
 from echelon.parallel.tensor.regions import Matrix, Region, can_share
 from echelon.parallel.tensor.styles import Style, rows_of_rank
-from echelon.state.shards import share_of
+from echelon.state.ownership import share_of
 
 
 def is_matrix(module: nn.Module) -> bool:

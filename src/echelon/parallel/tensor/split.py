@@ -26,7 +26,7 @@ from echelon.parallel.tensor.modules import (
 )
 from echelon.parallel.tensor.regions import Region
 from echelon.parallel.tensor.styles import Style, Styles, Table, cuts
-from echelon.state.shards import Shard, part_of, replace_parameters
+from echelon.state.ownership import Shard, part_of, replace_parameters
 
 _INSIDE = ("heads", "inner", "entered")  # whole on every rank, and used for this rank's part of the work
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.train.events import Evaluated, GateLoad, Stepped
-from echelon.train.trackers.tracker import TrackedRun, Tracker
+from echelon.train.trackers import TrackedRun, Tracker
 
 
 class Recording(Tracker):

@@ -11,12 +11,13 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TextIO, final
 
 from echelon.errors import did_you_mean
 from echelon.train import strict_json
-from echelon.train.trackers.tracker import TrackedRun, Tracker
+from echelon.train.jobs.job import flat
+from echelon.train.trackers import TrackedRun, Tracker
 
 PROJECT = "echelon"
 
@@ -131,8 +132,8 @@ class MLflow(Tracker):
         found = client.get_experiment_by_name(self._experiment)
         experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
         self._id = str(client.create_run(experiment, run_name=run.name, **self._options).info.run_id)
-        for name, value in _flat(run.settings):
-            client.log_param(self._id, name, value)
+        for name, value in flat(run.settings).items():
+            client.log_param(self._id, name, (value if isinstance(value, str) else json.dumps(value))[:500])
         return {"run": self._id}
 
     def on_step(self, step: int, values: Mapping[str, float]) -> None:
@@ -193,14 +194,6 @@ class Trackio(Tracker):
             self._run.finish()
 
 
-def _flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", (value if isinstance(value, str) else json.dumps(value))[:500]
-
-
 KINDS: dict[str, Callable[..., Tracker]] = {
     "jsonl": JsonLines,
     "tensorboard": TensorBoard,
@@ -208,17 +201,16 @@ KINDS: dict[str, Callable[..., Tracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-_PACKAGES = {name: name for name in ("tensorboard", "wandb", "mlflow", "trackio")}
+_PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def tracker_errors(names: Collection[str]) -> list[str]:
-    """Why trackers of these names cannot be used here."""
     errors = []
     for name in names:
         if name not in KINDS:
             errors.append(f"'{name}' is not a tracker{did_you_mean(name, tuple(KINDS))}")
         elif not is_installed(name):
-            errors.append(f"'{name}': its package is not installed: pip install {_PACKAGES[name]}")
+            errors.append(f"'{name}': its package is not installed: pip install {name}")
     if len(set(names)) < len(names):
         errors.append(f"{', '.join(names)}: each tracker once")
     return errors
@@ -233,6 +225,6 @@ def make_trackers(names: Collection[str] | None, **options: Any) -> dict[str, Tr
 
 def is_installed(name: str) -> bool:
     try:
-        return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
+        return name not in _PACKAGES or importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # hidden, or half removed
         return False

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.trackers.kinds import is_installed, make_trackers, tracker_errors
-from tests.train.trackers.recording import evaluated, stepped
-from tests.train.trackers.test_trackers import part, started
+from echelon.train.tracker_kinds import is_installed, make_trackers, tracker_errors
+from tests.train.recording_tracker import evaluated, stepped
+from tests.train.test_trackers import part, started
 
 Found = dict[str, dict[int, float]]  # by name, by step
 

@@ -1,9 +1,11 @@
-"""Findings about this machine: packages, processor, memory, disk, limits, CUDA devices, backends of torch.
+"""echelon doctor: what this machine can do for training, what is missing, and what that costs.
 
-Some are measured: memory and arithmetic of one thread, the start of ranks, messages between two. Each figure
-is a median of a few tries on a machine that may be busy: an order of magnitude.
+Findings are plain data. Importing this imports no torch; each probe imports what it needs. Some findings are
+measured: memory and arithmetic of one thread, the start of ranks, messages between two. Each figure is a
+median of a few tries on a machine that may be busy: an order of magnitude.
 """
 
+import dataclasses
 import platform
 import re
 import resource
@@ -11,19 +13,114 @@ import shutil
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import echelon
 from echelon import hardware
-from echelon.cli.doctor import Finding, Section, Status, section
+from echelon.cli.options import Json, console, print_json
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
-from echelon.quantities import GIB, MIB, show_bytes, show_rate, show_seconds
+from echelon.quantities import GIB, MIB, counted, show_bytes, show_rate, show_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Status = Literal["ok", "note", "warn"]
+Probe = Callable[[], Iterable["Finding"]]
+
+_MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "cyan"), "warn": ("!", "yellow")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row. `value` is for people; `number` is the same in bytes, seconds, bytes per second or FLOP/s.
+
+    `remark` says what a note or a warning means for training, and how to fix it.
+    """
+
+    name: str
+    value: str
+    status: Status = "ok"
+    remark: str = ""
+    number: float | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    sections: tuple[Section, ...]
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for section in self.sections for finding in section.findings]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.status == "warn"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"warnings": len(self.warnings), **dataclasses.asdict(self)}
+
+
+def section(title: str, probes: dict[str, Probe]) -> Section:
+    """Run every probe. A probe that fails is itself a finding, so the doctor works on any machine."""
+    findings: list[Finding] = []
+    for name, probe in probes.items():
+        try:
+            findings += probe()
+        except Exception as error:
+            reason = f"could not be found out: {type(error).__name__}: {error}"
+            findings.append(Finding(name, "unknown", "note", reason))
+    return Section(title, tuple(findings))
+
+
+def render(report: Report) -> "RenderableType":
+    """Make a row per finding under the titles of the sections, and a line with the number of warnings."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for section in report.sections:
+        table.add_row("", Text(section.title, "bold"))
+        for finding in section.findings:
+            # Text, not str: a value may be taken for markup.
+            mark, remark = Text(*_MARKS[finding.status]), Text(finding.remark, "dim")
+            table.add_row(mark, Text(finding.name), Text(finding.value), remark)
+        table.add_row()
+    if not report.warnings:
+        return Group(table, Text("No problems found.", "green"))
+    warned = counted(len(report.warnings), "warning")
+    return Group(table, Text(f"{warned}: see the lines with !", "yellow"))
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show what this machine can do, what is missing, and what that costs."""
+    screen = console(as_json)
+    with screen.status("measuring …"):
+        report = examine()
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        screen.print(render(report))
+
+
+def examine() -> Report:
+    """Examine this machine; takes a few seconds, most of them for measuring."""
+    probes = (examine_versions, examine_machine, examine_devices, examine_speed, examine_extras)
+    return Report(tuple(probe() for probe in probes))
+
 
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)  # that echelon is tested with
 _TESTED = "tested with: 2.11 to 2.13"
@@ -64,7 +161,6 @@ def examine_devices() -> Section:
 
 
 def _judge(name: str, value: str, number: int, is_enough: bool, remark: str) -> Finding:
-    """Make a finding, with a remark if there is not enough of it."""
     return Finding(name, value, "ok" if is_enough else "warn", "" if is_enough else remark, number)
 
 
@@ -172,7 +268,6 @@ def examine_extras() -> Section:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a package, without importing it; None if it is missing."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -210,13 +305,6 @@ _LARGE, _SMALL = 16 * MIB, 8
 _DEADLINE = 20.0  # for ranks that hang on a broken machine
 
 
-class AllReduceSeconds(NamedTuple):
-    """Seconds of an all-reduce of a large and of a small buffer, on two ranks."""
-
-    large: float
-    small: float
-
-
 def examine_speed() -> Section:
     return section(
         "Measured here",
@@ -252,23 +340,20 @@ def _two_ranks() -> list[Finding]:
         first, all_reduce = _start_and_run()
         again, _ = _start_and_run()
     except (RankFailed, UserError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        remark = f"only plans of one rank run: {reason}"
+        remark = f"only plans of one rank run: {str(error).splitlines()[0]}"
         return [Finding("launch of 2 ranks", "fails", "warn", remark)]
-    rate = _LARGE / all_reduce.large  # two ranks send 2(N−1)/N = 1 buffer each
-    large = f"{show_rate(rate)} ({show_bytes(_LARGE)} in {show_seconds(all_reduce.large)})"
+    large_seconds, small_seconds = all_reduce
+    rate = _LARGE / large_seconds  # two ranks send 2(N−1)/N = 1 buffer each
+    large = f"{show_rate(rate)} ({show_bytes(_LARGE)} in {show_seconds(large_seconds)})"
+    small = f"{show_seconds(small_seconds)} ({_SMALL} bytes)"
     return [
         Finding("launch of 2 ranks", f"{show_seconds(again)} (first: {show_seconds(first)})", number=again),
         Finding("all-reduce, 2 ranks, gloo", large, number=rate),
-        Finding(
-            "all-reduce latency",
-            f"{show_seconds(all_reduce.small)} ({_SMALL} bytes)",
-            number=all_reduce.small,
-        ),
+        Finding("all-reduce latency", small, number=small_seconds),
     ]
 
 
-def _start_and_run() -> tuple[float, AllReduceSeconds]:
+def _start_and_run() -> tuple[float, tuple[float, float]]:
     """Return the seconds until two ranks had started, and what they measured."""
     start = time.perf_counter()
     with Ranks(2, backend="gloo", deadline=_DEADLINE) as ranks:
@@ -276,8 +361,8 @@ def _start_and_run() -> tuple[float, AllReduceSeconds]:
         return seconds, ranks.run(time_all_reduce)[0]
 
 
-def time_all_reduce() -> AllReduceSeconds:
-    """Measure, in both ranks."""
+def time_all_reduce() -> tuple[float, float]:
+    """Return the seconds of an all-reduce of a large buffer, and of a small one; in both ranks."""
     import torch
     import torch.distributed as dist
 
@@ -286,7 +371,7 @@ def time_all_reduce() -> AllReduceSeconds:
     assert dist.group.WORLD is not None
     group = TorchGroup("data", dist.group.WORLD, Ledger())
     large, small = torch.zeros(_LARGE // 4), torch.zeros(_SMALL // 4)
-    return AllReduceSeconds(
+    return (
         _median_seconds(lambda: group.all_reduce(large), tries=7),
         _median_seconds(lambda: group.all_reduce(small), tries=50),
     )
@@ -299,7 +384,6 @@ def _median_seconds(fn: Callable[[], object], tries: int) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute in one thread, as a launched rank does."""
     import torch
 
     before = torch.get_num_threads()

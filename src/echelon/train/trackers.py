@@ -1,7 +1,8 @@
-"""All trackers of one run, behind the logbook: events become calls, and no step comes twice.
+"""Trackers: what one is, how it runs (in a thread of its own, so that it delays nothing), and all of a run.
 
-A run that goes on trains the steps after its checkpoint again. Trackers have those already, so
-`trackers.json` in the run folder says up to where each one came, and what it needs to go on with its record:
+Behind the logbook, events become calls, and no step comes twice. A run that goes on trains the steps after
+its checkpoint again. Trackers have those already, so `trackers.json` in the run folder says up to where each
+one came, and what it needs to go on with its record:
 
     {"wandb": {"steps": 120, "evaluations": 100, "state": {"id": "3f9a…"}}}
 
@@ -10,15 +11,89 @@ It is written when a part of the run begins, from what metrics.jsonl had then, a
 
 import dataclasses
 import json
+import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
 from echelon.state.bounded_json import parse_json
 from echelon.train.events import Evaluated, Event, Saved, Stepped
 from echelon.train.runs.run_folder import RunFolder
-from echelon.train.trackers.tracker import TrackedRun, Tracker, TrackerThread
+
+_MOST_WAITING = 100_000  # calls, of a tracker that is slower than the training
+_END_SECONDS = 60.0
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told first. `state` is what the tracker left of an earlier part of the run."""
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]  # the job, or what an own loop gave
+    state: dict[str, str]
+
+
+class Tracker:
+    """The base of trackers: override what is needed. Called in one thread, in order, on rank 0 alone."""
+
+    def on_start(self, run: TrackedRun) -> dict[str, str]:  # noqa: ARG002
+        """Return what a later part of this run needs to go on with the same record: ids."""
+        return {}
+
+    def on_step(self, step: int, values: Mapping[str, float]) -> None:
+        """A step is done: its numbers, under the names of metrics.jsonl. No step comes twice."""
+
+    def on_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """A validation after a step is done."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """The state after a step is saved."""
+
+    def on_end(self, state: str) -> None:
+        """Nothing follows a 'finished', 'failed' or 'preempted': write what is not written."""
+
+
+@final
+class TrackerThread:
+    """Runs the calls of one tracker. After one that raises there are no more; `failure` says why."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name, self.tracker = name, tracker
+        self.failure: str | None = None
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def start(self, run: TrackedRun, keep: Callable[[dict[str, str]], None]) -> None:
+        """`keep` is called with what a later part of the run needs, in the tracker's thread."""
+        self.add(lambda: keep(self.tracker.on_start(run)))
+
+    def end(self, state: str) -> None:
+        """Wait until all is written, a minute at most."""
+        self.add(lambda: self.tracker.on_end(state))
+        self.add(None)
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive() and self.failure is None:
+            self.failure = f"it had not written everything {_END_SECONDS:.0f} seconds after the end"
+
+    def add(self, call: Callable[[], object] | None) -> None:
+        """Let the thread make a call, behind those before it; None ends it."""
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.failure = self.failure or f"it is slower than the training, by {_MOST_WAITING:,} calls"
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if self.failure is not None:
+                continue
+            try:
+                call()
+            except BaseException as error:  # SystemExit too: what a tracker does is its own affair
+                self.failure = f"{type(error).__name__}: {error}"
+
 
 STATE_FILE = "trackers.json"
 _OWN_NAMES = ("step", "experts")  # fields of a step that are no number of it
@@ -55,18 +130,15 @@ class Trackers:
         if self._threads:
             self._write()
 
-    def catch_up(self, known: Sequence[Stepped | Evaluated]) -> None:
-        """Pass on what a tracker has not seen of the steps before those to come."""
-        for thread in self._threads:
-            for event in known:
-                self._pass_on(thread, event)
-
     def take(self, event: Event) -> None:
+        """Pass on what a tracker has not seen."""
         for thread in self._threads:
-            if isinstance(event, Stepped | Evaluated):
-                self._pass_on(thread, event)
-            elif isinstance(event, Saved):
-                thread.checkpoint(event.step)
+            tracker = thread.tracker
+            if isinstance(event, Saved):
+                thread.add(partial(tracker.on_checkpoint, event.step))
+            elif isinstance(event, Stepped | Evaluated) and self._seen[thread.name].note(event):
+                call = tracker.on_step if isinstance(event, Stepped) else tracker.on_evaluation
+                thread.add(partial(call, event.step, values_of(event)))
 
     def end(self, state: str) -> None:
         for thread in self._threads:
@@ -82,14 +154,6 @@ class Trackers:
         self._told.update(thread.name for thread in found)
         return [f"the tracker {thread.name} is off: {thread.failure}" for thread in found]
 
-    def _pass_on(self, thread: TrackerThread, event: Stepped | Evaluated) -> None:
-        if not self._seen[thread.name].note(event):
-            return
-        if isinstance(event, Stepped):
-            thread.step(event.step, values_of(event))
-        else:
-            thread.evaluation(event.step, values_of(event))
-
     def _keep(self, name: str, state: dict[str, str]) -> None:
         self._seen[name].state = state
         self._write()
@@ -102,8 +166,6 @@ class Trackers:
 
 @dataclasses.dataclass
 class _Seen:
-    """Up to where a tracker has come."""
-
     is_new: bool = True
     steps: int = 0
     evaluations: int = 0
