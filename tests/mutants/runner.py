@@ -1,7 +1,7 @@
 """Runs the tests of a mutant against a changed copy of the sources. The tree itself is never changed.
 
-A test that fails has found the mutant, and so has one that does not end in time or crashes. Where the quick ones
-of its tests pass, those marked `slow` run too.
+A test that fails has found the mutant, and so has one that does not end in time or crashes. Where quick ones
+pass, those marked `slow` run too.
 """
 
 import shutil
