@@ -23,9 +23,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.ledger import Ledger, Move, Traffic
-from echelon.collectives.work import HOST_TIMING, Timing, Work
+from echelon.collectives.work import HOST_TIMING, EventTiming, Timing, Work, cuda_clock
 from echelon.errors import UserError
 from echelon.quantities import show_bytes
 

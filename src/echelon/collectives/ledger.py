@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
-    from echelon.collectives.cuda_timing import EventTimes
+    from echelon.collectives.work import EventTimes
 
 
 class Traffic(NamedTuple):

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.group import COMBINE, Group, Reduction
 from echelon.collectives.ledger import Ledger
-from echelon.collectives.work import HOST_TIMING, Timing, Work
+from echelon.collectives.work import HOST_TIMING, EventTiming, Timing, Work, cuda_clock
 from echelon.errors import UserError
 from echelon.launching import PeerLost
 from echelon.launching.group import backends_of

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text, fingerprint
 from echelon.collectives.mesh import Mesh, this_device
 from echelon.engine.saving.restore import mark_empty, mark_filled
 from echelon.engine.watch.aliases import check_aliases

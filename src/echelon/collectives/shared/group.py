@@ -13,8 +13,7 @@ from echelon.collectives.ledger import Ledger
 from echelon.collectives.shared import direct_read, staged_copy
 from echelon.collectives.shared.link import Link, open_link
 from echelon.collectives.shared.operation_queue import OperationQueue, Steps
-from echelon.collectives.shared.slots import LANE
-from echelon.collectives.shared.tensor_memory import TensorMemory, flat_alias
+from echelon.collectives.shared.slots import LANE, TensorMemory, flat_alias
 from echelon.collectives.torch_group import MOVED_TYPES, ChainedWork, TorchGroup
 from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.launching.group import backends_of

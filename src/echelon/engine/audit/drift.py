@@ -18,8 +18,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from echelon.collectives.agreement import RankAgreement, gather_rows
-from echelon.collectives.fingerprint import device_fingerprint, measures, near
+from echelon.collectives.agreement import RankAgreement, device_fingerprint, gather_rows, measures, near
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.parallel.copies import Copies

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from echelon.collectives.fingerprint import device_fingerprint, measures, near
+from echelon.collectives.agreement import device_fingerprint, measures, near
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of

@@ -11,9 +11,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import gather_rows, set_anywhere
+from echelon.collectives.agreement import device_fingerprint, gather_rows, set_anywhere
 from echelon.collectives.buffer_layout import portions
-from echelon.collectives.fingerprint import device_fingerprint
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.collectives.fingerprint import device_fingerprint
+from echelon.collectives.agreement import device_fingerprint
 from echelon.errors import UserError
 from echelon.parallel.data.zero.weight_access import FreedParameter
 
