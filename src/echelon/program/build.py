@@ -7,11 +7,10 @@ from pathlib import Path
 from echelon.errors import UserError, raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program.check import check, excerpt
-from echelon.program.grid import draw_words
 from echelon.program.instruction import COPIES, RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update, fill_update
 from echelon.program.schedules import asynchronous, flushed
-from echelon.program.text import Parsed, parse
+from echelon.program.text import Parsed, draw_words, parse
 from echelon.quantities import counted
 
 MOST_CHARACTERS = 2**25

@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
-from echelon.program.grid import Grid, draw, line_text
-from echelon.program.instruction import COMPUTE, Instruction, Op, Program
-from echelon.program.readiness import Position, walk
+from echelon.program.instruction import COMPUTE, Instruction, Op, Position, Program, walk
 from echelon.program.rules import (
     ProgramError,
     find_copy_errors,
@@ -23,6 +21,7 @@ from echelon.program.rules import (
     find_unmet_needs,
 )
 from echelon.program.simulate import Span
+from echelon.program.text import Grid, draw, line_text
 from echelon.quantities import counted
 
 _GATHERING = frozenset({Op.GATHER, Op.FREE})
