@@ -21,9 +21,8 @@ from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
 from echelon.nn.float8 import check_parts
-from echelon.nn.head.compiled_loss import CompiledLoss
-from echelon.nn.head.torch_losses import WaitingLoss
-from echelon.nn.head.wrapper import Deferral
+from echelon.nn.head.deferred import Deferral
+from echelon.nn.head.losses import CompiledLoss, WaitingLoss
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import Objective
-from echelon.nn.head.torch_losses import known_loss
+from echelon.nn.head.losses import known_loss
 from echelon.nn.huggingface.adapters import adapted_model, predicts_first, reason_not_passed_on
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,

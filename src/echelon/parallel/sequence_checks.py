@@ -15,8 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.errors import UserError, raise_errors
+from echelon.nn.dropout.mask import noises
 from echelon.nn.dropout.modules import is_keyed, unkeyed_dropout
-from echelon.nn.dropout.noise import noises
 from echelon.nn.huggingface.adapters import adapted_model, is_adapted
 from echelon.nn.huggingface.families import find_family
 from echelon.nn.huggingface.modules import draws_by_head

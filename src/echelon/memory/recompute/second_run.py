@@ -20,7 +20,7 @@ from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
-from echelon.nn.integer_attributes import (
+from echelon.nn.forward_state import (
     ABSENT,
     NumberSlot,
     attributes_as,

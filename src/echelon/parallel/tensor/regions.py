@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.nn.autograd.in_place import product
+from echelon.nn.autograd.leaves import product
 from echelon.nn.autograd.saved_tensors import is_recorded
 from echelon.nn.autograd.second_run import once
 from echelon.nn.tracing import untraced
