@@ -28,7 +28,7 @@ from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization.initial_values import WeightSource, is_deferred, named_tensors
 from echelon.parallel.data.buffers import broadcast_packed
 from echelon.parallel.data.sharing import Sharing
-from echelon.parallel.data.zero.unit_agreement import describe
+from echelon.parallel.data.zero.residency import describe
 from echelon.parallel.data.zero.weight_access import end_idle
 from echelon.parallel.expert.modules import experts_of
 from echelon.plan import AUTO, Plan

@@ -42,8 +42,7 @@ from echelon.parallel.sequence_checks import (
     check_weight_masks,
     classes_not_causal,
 )
-from echelon.parallel.tensor.loss import split_loss
-from echelon.parallel.tensor.modules import number_layers
+from echelon.parallel.tensor.modules import number_layers, split_loss
 from echelon.parallel.tensor.split import Sharded, split_over
 from echelon.parallel.tensor.styles import Table
 from echelon.program import Program

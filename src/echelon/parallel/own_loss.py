@@ -26,7 +26,7 @@ from echelon.nn.huggingface.own_loss import (
     unsplit_causal_cross_entropy,
 )
 from echelon.nn.losses import IGNORED_TARGET, Loss
-from echelon.parallel.tensor.loss import split_loss
+from echelon.parallel.tensor.modules import split_loss
 from echelon.plan import Plan
 
 

@@ -13,6 +13,7 @@ C = 3, the chunks that each chunk attends to (■ all of it, ◣ up to the same 
              chunk 3    ■ ■ ■ ◣             5 ■, 2 ◣
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.errors import UserError, raise_errors
+from echelon.nn.sequence import View
 
 
 class Block(NamedTuple):
@@ -125,3 +127,21 @@ def check_inputs(name: str, query: Tensor, key: Tensor, value: Tensor, group: Gr
         errors.append(f"{dtypes}: all must have one dtype; cast them")
     raise_errors(name, errors)
     check_length(query.shape[2] * group.size, group.size)
+
+
+class SharedView(View):
+    """This rank's part of a sequence that the ranks of `group`, along `context`, share.
+
+    sequence.assign(model, RingView(mesh.group("context")), wrapping)
+    logits = model(take(tokens, group.rank, group.size))
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.parts = group.size
+        self._group = group
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return self._in_sequence(positions(length, self._group.rank, self._group.size, device))
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor: ...

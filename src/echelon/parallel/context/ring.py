@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from echelon.collectives import Group, Handle
 from echelon.nn.tracing import untraced
 from echelon.parallel.context.blocks import Gradients, QueryState, add_gradients, attend, merge, wide
-from echelon.parallel.context.parts import block_of, check_inputs
+from echelon.parallel.context.parts import SharedView, block_of, check_inputs
 
 
 @untraced
@@ -45,6 +45,14 @@ def ring_attention(
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     out: Tensor = _RingAttention.apply(query, key, value, group, factor)  # type: ignore[no-untyped-call]
     return out
+
+
+@final
+class RingView(SharedView):
+    """Keys and values travel around the ring of ranks."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        return ring_attention(query, key, value, self._group, scale)
 
 
 class _RingAttention(Function):

@@ -27,8 +27,7 @@ from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import Unit
 from echelon.parallel.data.zero.flat import FlatUnit
-from echelon.parallel.data.zero.residency import Residency
-from echelon.parallel.data.zero.unit_agreement import GatherAgreement, explain_mismatch
+from echelon.parallel.data.zero.residency import GatherAgreement, Residency, explain_mismatch
 from echelon.parallel.data.zero.weight_views import Placement
 
 
