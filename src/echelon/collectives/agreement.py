@@ -116,10 +116,8 @@ def check_same_text(
 
 @final
 class RankAgreement:
-    """Agreement in an audit, where each rank sees a part and all must continue, or stop, alike.
-
-    Without a group, this rank decides for itself.
-    """
+    """Agreement in an audit, where each rank sees a part and all must continue, or stop, alike. Without a
+    group, this rank decides for itself."""
 
     def __init__(self, group: Group | None, device: torch.device) -> None:
         self.group, self._device = group, device
@@ -174,11 +172,8 @@ def set_anywhere(flags: Sequence[bool], group: Group, device: torch.device) -> S
 
 @final
 class FlagExchange:
-    """Flags on their way to the other ranks.
-
-    To read the result is to wait for the device. A rank that has set all of them knows it without: so in most
-    steps no host waits.
-    """
+    """Flags on their way to the other ranks. To read the result is to wait for the device. A rank that has
+    set all of them knows it without: so in most steps no host waits."""
 
     def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:
         self._flags, self._on_device = flags, _to_device(flags, device)
@@ -247,10 +242,8 @@ def _portion(tensor: Tensor) -> int:
 
 
 def near(gathered: Tensor, eps: float) -> Tensor:
-    """Compare the measures of several ranks, [ranks, tensors, 2]; return which are near, [tensors].
-
-    `eps`: of the type in which they were computed.
-    """
+    """Compare the measures of several ranks, [ranks, tensors, 2]; return which are near, [tensors]. `eps`: of
+    the type in which they were computed."""
     sizes, tolerance = gathered[..., 1].amax(0), eps**0.5
     # Tensors that are nothing but rounding may be anything up to that of the largest.
     allowed = tolerance * (sizes + 10 * tolerance * sizes.amax())

@@ -58,10 +58,8 @@ class Copy:
         self._move: Move | None = move
 
     def wait(self) -> None:
-        """Let work that is issued from now on wait for the copy.
-
-        Only the thread of the step calls this, once for every copy; more calls are harmless.
-        """
+        """Let work that is issued from now on wait for the copy. Only the thread of the step calls this, once
+        for every copy; more calls are harmless."""
         if self._move is not None:
             self._timing.wait(self._work, self._move, self._ledger)
             self._move = self.tensor = None

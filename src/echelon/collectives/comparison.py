@@ -208,10 +208,8 @@ class CheckedMessage(Work):
 
 
 def _is_same(first: Call, second: Call, rank: int, other: int) -> bool:
-    """Return whether two ranks call the same collective.
-
-    In an all-to-all, what one sends must be what the other expects.
-    """
+    """Return whether two ranks call the same collective. In an all-to-all, what one sends must be what the
+    other expects."""
     if (first.operation, *first[2:5]) != (second.operation, *second[2:5]):
         return False
     if first.rows is None or second.rows is None:

@@ -158,10 +158,8 @@ class Layout:
         return max(self.place(axis, first)[1] for first in self._first_ranks)
 
     def column(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
-        """Return the ranks of `stages` in the pipeline of `rank`, in order.
-
-        Where all stages have as many replicas, those with the same number along `data`.
-        """
+        """Return the ranks of `stages` in the pipeline of `rank`, in order. Where all stages have as many
+        replicas, those with the same number along `data`."""
         own, is_grid = self.position(rank), self.even
         positions = ((other, self.position(other)) for other in self.group("pipeline", rank))
         return tuple(
@@ -176,10 +174,8 @@ class Layout:
         return tuple(dict.fromkeys(self.column(rank, stages) for rank in first_stage))
 
     def same_groups(self, axis: str, other: str) -> bool:
-        """Return whether the groups along two axes are the same.
-
-        The groups of one stage have one shape, so its first rank answers for all.
-        """
+        """Return whether the groups along two axes are the same. The groups of one stage have one shape, so
+        its first rank answers for all."""
         firsts = [self.position(rank) for rank in self._first_ranks]
         return all(self._extent(axis, first).same(self._extent(other, first)) for first in firsts)
 

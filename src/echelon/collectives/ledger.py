@@ -35,10 +35,8 @@ class Traffic(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """One operation: begun at `start` (time.perf_counter), done `seconds` later.
-
-    Its caller waited for `waited` seconds, from `wait_start` on.
-    """
+    """One operation: begun at `start` (time.perf_counter), done `seconds` later. Its caller waited for
+    `waited` seconds, from `wait_start` on."""
 
     axis: str
     operation: str
@@ -128,10 +126,8 @@ class Ledger:
         return StepMoves(tuple(self._moves), partial(self._read_until, self._num_deferred))
 
     def start_step(self) -> None:
-        """Drop the moves of the previous step; the totals stay.
-
-        Reads what the device has completed. The rest is at most what it has queued, and is read later.
-        """
+        """Drop the moves of the previous step; the totals stay. Reads what the device has completed. The rest
+        is at most what it has queued, and is read later."""
         while self._unread and self._unread[0].is_complete():
             self._add_times(self._unread.popleft().read())
         self._moves = []
@@ -172,14 +168,6 @@ class Ledger:
         """Close a move whose caller has waited, but whose times are not known yet."""
         self._unread.append(times)
         self._num_deferred += 1
-
-    def busy(self) -> float:
-        """Return the seconds of this step in which an operation was unfinished; overlaps count once."""
-        return self.step_moves().busy()
-
-    def hidden(self) -> float:
-        """Return the busy seconds in which no caller waited."""
-        return self.step_moves().hidden()
 
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None

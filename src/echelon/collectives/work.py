@@ -162,10 +162,8 @@ class EventClock:
         self.release(event)
 
     def keep_until(self, done: Event, work: Work) -> None:
-        """Keep the tensors of an operation that its caller dropped, until it is complete.
-
-        torch itself keeps them until the first wait, and that was the side stream's.
-        """
+        """Keep the tensors of an operation that its caller dropped, until it is complete. torch itself keeps
+        them until the first wait, and that was the side stream's."""
         self.let_go()
         self._unfinished.append((done, work))
 

@@ -147,10 +147,8 @@ def token_chunks(tokens: int, columns: int, *, on_cpu: bool) -> list[slice]:
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
-    """Sum the losses of logits [tokens, columns] against targets [tokens], in float32 at least.
-
-    Tokens whose target is IGNORED_TARGET have no loss. Without `part` the columns are the vocabulary.
-    """
+    """Sum the losses of logits [tokens, columns] against targets [tokens], in float32 at least. Tokens whose
+    target is IGNORED_TARGET have no loss. Without `part` the columns are the vocabulary."""
     function: Any = _CrossEntropy.apply
     total: Tensor = function(logits, targets, part)
     return total

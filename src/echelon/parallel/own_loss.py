@@ -68,10 +68,8 @@ def takes_next_labels(loss: Loss) -> bool:
 
 @final
 class OwnLoss:
-    """The loss of a model's output, a mean, with the number of labels that it is the mean of.
-
-    A model of transformers ignores some labels. Any other model's mean is over samples.
-    """
+    """The loss of a model's output, a mean, with the number of labels that it is the mean of. A model of
+    transformers ignores some labels. Any other model's mean is over samples."""
 
     def __init__(self, model: nn.Module, *, counts_first: bool = False) -> None:
         """`counts_first`: a first label counts too, although the labels are those of next positions."""

@@ -71,10 +71,8 @@ def check_positions(layers: Sequence[nn.Module], plan: Plan) -> None:
 
 
 def check_heads(model: nn.Module, plan: Plan) -> None:
-    """Refuse heads of which ranks cannot each take a part, where the model's config has their numbers.
-
-    Of another model, its first forward pass shows them.
-    """
+    """Refuse heads of which ranks cannot each take a part, where the model's config has their numbers. Of
+    another model, its first forward pass shows them."""
     config = getattr(model, "config", None)
     heads = _first_number(config, ("heads", "num_attention_heads", "n_head"))
     if plan.attention != "all-to-all" or heads is None:

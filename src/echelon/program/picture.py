@@ -211,10 +211,8 @@ _SHORTEST = 9  # pixels of a box with words in it
 
 
 class Panel(NamedTuple):
-    """One timeline of a picture: simulate(…).spans(), or spans as they were measured.
-
-    `about` is printed below the title. Time starts at the first span.
-    """
+    """One timeline of a picture: simulate(…).spans(), or spans as they were measured. `about` is printed
+    below the title. Time starts at the first span."""
 
     spans: Sequence[Span]
     title: str

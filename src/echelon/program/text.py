@@ -32,10 +32,8 @@ _KEYS = ("rank", "stage", "schedule", "microbatches")
 
 @dataclass(frozen=True)
 class Parsed:
-    """A program and the line of each rank; or the errors of the text, and then no program.
-
-    `words` are those of each rank's line, and whether they are invalid.
-    """
+    """A program and the line of each rank; or the errors of the text, and then no program. `words` are those
+    of each rank's line, and whether they are invalid."""
 
     program: Program | None
     lines: Mapping[int, int]

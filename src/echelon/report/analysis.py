@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from echelon.program import RECEIVES, Op
 from echelon.program.simulate import WORK
-from echelon.report.trace_reader import InstructionSpan, MoveSpan, RankStep, Trace
+from echelon.report.trace_reader import MoveSpan, RankStep, Trace
 
 AXES = ("tensor", "context", "expert", "pipeline", "data")
 Interval = tuple[float, float]  # start, end
@@ -194,7 +194,7 @@ def critical_path(rows: Sequence[RankStep]) -> list[PathPart]:
             sent_at = sent.end if span.instruction.op in RECEIVES else sent.start
             if span.start < sent_at < now:
                 arrival, follow = sent_at, cause
-        path.append(PathPart(rank, _kind(span), max(0.0, now - arrival)))
+        path.append(PathPart(rank, span.kind, max(0.0, now - arrival)))
         now = min(now, arrival)
         if follow is not None:
             rank, at = follow
@@ -204,10 +204,6 @@ def critical_path(rows: Sequence[RankStep]) -> list[PathPart]:
             at -= 1
         if at < 0:
             return _joined(reversed(path))
-
-
-def _kind(span: InstructionSpan) -> str:
-    return span.instruction.op.name.lower().replace("_", " ")
 
 
 def _sends(rows: Sequence[RankStep]) -> dict[tuple[int, int], tuple[int, int]]:

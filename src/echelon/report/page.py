@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from echelon.errors import UserError, printable
 from echelon.report.contents import contents, differences
 from echelon.report.foresight import foresee
-from echelon.report.run_files import read_run
+from echelon.report.run_files import file_mark, read_run
 from echelon.train import strict_json
 
 MOST_BYTES = 2 * 10**6
@@ -102,12 +102,8 @@ class LiveData:
         """Names, sizes and times of the files that a page is made of."""
         marks = [str(sorted(map(str, self._foresight)))]
         for path in self._runs:
-            for name in ("run.json", "metrics.jsonl", "saved.jsonl", "measured.json", "trace.json"):
-                try:
-                    status = (path / name).stat()
-                    marks.append(f"{status.st_size}.{status.st_mtime_ns}")
-                except OSError:
-                    marks.append("-")
+            names = ("run.json", "metrics.jsonl", "saved.jsonl", "measured.json", "trace.json")
+            marks += [file_mark(path / name) for name in names]
         return " ".join(marks)
 
     def _foresee(self) -> None:
@@ -121,40 +117,28 @@ class LiveData:
 
 
 @final
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """`with PageServer([run]) as server: server.serve()`, at `server.url`."""
 
+    daemon_threads = True
+
     def __init__(self, runs: Sequence[Path], port: int = 0, *, predict: bool = True) -> None:
-        self._data = LiveData(runs, predict=predict)
+        data = LiveData(runs, predict=predict)
         try:
-            self._server = ThreadingHTTPServer((HOST, port), _handler(self._data))
+            super().__init__((HOST, port), _handler(data))
         except OSError as error:
             raise UserError(
                 f"--port {port}: cannot be used: {error.strerror or error}; leave it out, and one that is "
                 "free is taken"
             ) from error
-        self._server.daemon_threads = True
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self._server.server_address[1]}/"
+        return f"http://{HOST}:{self.server_address[1]}/"
 
     def serve(self) -> None:
-        """Answer until `close`, or an interrupt."""
-        self._server.serve_forever(poll_interval=0.2)
-
-    def close(self) -> None:
-        self._server.server_close()
-
-    def shutdown(self) -> None:
-        """End `serve`, from another thread."""
-        self._server.shutdown()
-
-    def __enter__(self) -> "PageServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        """Answer until `shutdown`, from another thread, or an interrupt."""
+        self.serve_forever(poll_interval=0.2)
 
 
 def _handler(data: LiveData) -> type[BaseHTTPRequestHandler]:

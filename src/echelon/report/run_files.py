@@ -181,3 +181,12 @@ def finite(value: Any) -> float | None:
 def whole(value: Any) -> int | None:
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
     return value if is_whole else None
+
+
+def file_mark(path: Path) -> str:
+    """The size and the time of a file, which tell whether it has changed; '-' if it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return "-"
+    return f"{status.st_size}.{status.st_mtime_ns}"

@@ -26,10 +26,8 @@ _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.We
 
 
 def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
-    """Return the Group over `process_group`: shared memory where Gloo would move CPU tensors on one host.
-
-    All ranks of the process group must call this, because the first call connects them.
-    """
+    """Return the Group over `process_group`: shared memory where Gloo would move CPU tensors on one host. All
+    ranks of the process group must call this, because the first call connects them."""
     if process_group not in _links:
         _links[process_group] = _new_link(process_group)
     link = _links[process_group]

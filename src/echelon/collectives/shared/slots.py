@@ -91,10 +91,8 @@ def view_like(buffer: Tensor, like: Tensor, start: int = 0) -> Tensor:
 def reduce_in_rank_order(
     fetch: Fetch, size: int, output: Tensor, op: Reduction, scratch: tuple[Tensor, Tensor]
 ) -> None:
-    """Reduce the parts of ranks 0 … size−1, in this order, into `output`.
-
-    Only the last addition writes to `output`, which may be the memory of a part that is not yet added.
-    """
+    """Reduce the parts of ranks 0 … size−1, in this order, into `output`. Only the last addition writes to
+    `output`, which may be the memory of a part that is not yet added."""
     partial, incoming = (view_like(buffer, output) for buffer in scratch)
     total = fetch(0, partial)
     for rank in range(1, size):
@@ -117,10 +115,8 @@ _libc = ctypes.CDLL(None, use_errno=True)  # calls through it release the interp
 
 
 def let_siblings_read() -> None:
-    """Allow the other children of our parent, which are the ranks, to read this process.
-
-    Yama (on Ubuntu, for example) forbids that by default.
-    """
+    """Allow the other children of our parent, which are the ranks, to read this process. Yama (on Ubuntu, for
+    example) forbids that by default."""
     if sys.platform == "linux" and os.getppid() > 1:  # under process 1 every process would be a sibling
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 

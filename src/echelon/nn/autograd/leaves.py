@@ -63,6 +63,11 @@ def late_hooks(parameter: nn.Parameter) -> list[Hook]:
     return [hook for hook in hooks.values() if not is_own_hook(hook)]
 
 
+def is_hooked(parameter: nn.Parameter) -> bool:
+    """Return whether a hook of the user sees gradients of the parameter."""
+    return bool(late_hooks(parameter)) or not all(map(is_own_hook, hooks_of(parameter)))
+
+
 def is_own_hook(hook: Any) -> bool:
     """Return whether a hook is one of an engine's."""
     while isinstance(hook, partial):

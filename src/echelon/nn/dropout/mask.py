@@ -120,11 +120,8 @@ def _tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slic
 
 
 def _words(runs: Runs, indices: Tensor | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    """Return the numbers of the hashes that decide the elements of a sample, in order.
-
-    Where elements do not come in whole words, each has a hash of its own. Then the second result is the
-    numbers of the elements.
-    """
+    """Return the numbers of the hashes that decide the elements of a sample, in order. Where elements do not
+    come in whole words, each has a hash of its own. Then the second result is the numbers of the elements."""
     if runs.num_runs == 1 and runs.rank == 0 and indices is None:
         return torch.arange(-(-runs.length // _PER_WORD), device=device), None
     begins = _begins(runs, indices, device)
@@ -230,10 +227,8 @@ class KeyedNoise:
         self.name: str | None = None  # where it has one, numbers are drawn from the open scope
 
     def normal(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Draw from N(0, 1), in the type and on the device of `like`.
-
-        `positions`: those of the whole sample that dim 1 has; None: all of them.
-        """
+        """Draw from N(0, 1), in the type and on the device of `like`. `positions`: those of the whole sample
+        that dim 1 has; None: all of them."""
         # u is never 0 or 1, so no number is infinite: 32 bits reach ±6.3.
         return self._draw(shape, like, positions).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2)).to(like.dtype)
 

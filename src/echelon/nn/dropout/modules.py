@@ -147,11 +147,8 @@ def keyed_dropout(
     rank: int,
     ranks: int,
 ) -> Tensor:
-    """Compute x · mask / (1 - p).
-
-    `key`: [hash of seed, step and layer; uses before]; `use` counts on from there.
-    The last dim of `x` is part `rank` of `ranks`; `indices` are those of its dim 1.
-    """
+    """Compute x · mask / (1 - p). `key`: [hash of seed, step and layer; uses before]; `use` counts on from
+    there. The last dim of `x` is part `rank` of `ranks`; `indices` are those of its dim 1."""
     return dropped(x, _draw(key, first_sample, use, p, indices, rank, ranks))
 
 

@@ -230,9 +230,7 @@ def write_adapter(
 
 def merge_layer(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> nn.Module:
     """Return what the adapted layer `name` of a model becomes, with its tensors in a state dict of the model.
-
-    It is made from a twin, in which nothing is tied: peft changes weights in place.
-    """
+    It is made from a twin, in which nothing is tied: peft changes weights in place."""
     own = {key.removeprefix(f"{name}."): each for key, each in state.items() if key.startswith(f"{name}.")}
     layer = make_twin(model.get_submodule(name), own)
     merged: nn.Module
@@ -260,10 +258,8 @@ def adapted_layers(model: nn.Module) -> dict[str, str]:
 
 
 def merged_form(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return a twin without adapters. `state` has tensors of the meta device, and so has the twin.
-
-    Weights that were tied, of which one was adapted, are tied no more; the config says so.
-    """
+    """Return a twin without adapters. `state` has tensors of the meta device, and so has the twin. Weights
+    that were tied, of which one was adapted, are tied no more; the config says so."""
     layers = adapted_layers(model)
     twin = adapted_model(make_twin(model, state))
     if not layers:

@@ -77,10 +77,8 @@ def _check_mask(mask: Any, tokens: Tensor) -> None:
 
 
 def _check_padding(mask: Tensor, targets: Any, context: int) -> None:
-    """Refuse padding that positions could see, where ranks share a sequence.
-
-    Attention is causal: padding at the end is seen by padding alone. What is computed there must not count.
-    """
+    """Refuse padding that positions could see, where ranks share a sequence. Attention is causal: padding at
+    the end is seen by padding alone. What is computed there must not count."""
     reason = _reason_of_padding(mask, targets)
     if reason:
         raise UserError(

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
 from echelon.nn.huggingface.inputs import MASK
+from echelon.nn.huggingface.modules import rope_types
 from echelon.nn.sequence import POSITIONS, WHOLE, View, repeat_last
 
 
 class LayerInputs:
-    """The arguments of a decoder layer beside its hidden states.
-
-    It is no module, so that no stage owns the rotary frequencies: all ranks keep these constants.
-    """
+    """The arguments of a decoder layer beside its hidden states. It is no module, so that no stage owns the
+    rotary frequencies: all ranks keep these constants."""
 
     masks_take_positions = True  # positions that start again separate sequences in a row
 
@@ -287,10 +286,8 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [batch, heads, …] in, [batch, sequence, heads, width] out.
-
-    Values may have another width than queries and keys (DeepSeek): zeros fill up the narrower ones.
-    """
+    """Attention as transformers calls it: [batch, heads, …] in, [batch, sequence, heads, width] out. Values
+    may have another width than queries and keys (DeepSeek): zeros fill up the narrower ones."""
     if softcap is not None:
         raise UserError(
             f"attention whose scores are capped (attn_logit_softcapping={softcap}) cannot share its sequence "
@@ -341,14 +338,7 @@ def check_shared_sequence(block: Any, config: Any, window: int | None, length: i
     errors += [
         f"rope_type={kind} depends on the last position, which differs between ranks; use another rope_type, "
         "or context=1"
-        for kind in _rope_types(config)
+        for kind in rope_types(getattr(config, "rope_parameters", None))
         if kind in ("dynamic", "longrope")
     ]
     raise_errors(f"{type(block).__name__} with its sequence over {view.parts} ranks", errors)
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary positions, of all layers or of each kind of them."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return {each["rope_type"] for each in kinds if "rope_type" in each}

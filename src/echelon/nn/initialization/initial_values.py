@@ -74,10 +74,8 @@ def is_deferred(model: nn.Module) -> bool:
 
 @final
 class WeightSource:
-    """The first values of a model's tensors, by their names: from files, or as the model begins.
-
-    Nothing is read or computed before it is asked for. It knows the model as it is now, so make it first.
-    """
+    """The first values of a model's tensors, by their names: from files, or as the model begins. Nothing is
+    read or computed before it is asked for. It knows the model as it is now, so make it first."""
 
     def __init__(self, model: nn.Module, device: torch.device, files: WeightFolder | None = None) -> None:
         """`device` is where values are computed."""

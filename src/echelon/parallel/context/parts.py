@@ -45,9 +45,7 @@ def positions(length_here: int, rank: int, ranks: int, device: torch.device | st
 
 def take(tensor: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
     """The part that `rank` holds of a tensor whose dim `dim` is the whole sequence: a contiguous copy.
-
-    tokens, targets = (take(whole, group.rank, group.size) for whole in batch)
-    """
+    tokens, targets = (take(whole, group.rank, group.size) for whole in batch)"""
     length = tensor.shape[dim]
     starts = _starts(length, rank, ranks)
     chunk = length // ranks // len(starts)
@@ -70,10 +68,8 @@ def count_before(limit: int, length_here: int, rank: int, ranks: int) -> int:
 
 
 def block_of(rank: int, source: int, length: int) -> Block:
-    """Return which of the `length` positions of `rank` attend to which of `source`: see the grid above.
-
-    A rank's two chunks are in order, and those of a higher rank lie between the two of a lower one.
-    """
+    """Return which of the `length` positions of `rank` attend to which of `source`: see the grid above. A
+    rank's two chunks are in order, and those of a higher rank lie between the two of a lower one."""
     first, second, both = slice(0, length // 2), slice(length // 2, length), slice(0, length)
     if source == rank:
         return Block(both, both, causal=True)

@@ -142,10 +142,8 @@ class RingBlock(NamedTuple):
 
 
 def start_exchange(group: Group, messages: Sequence[Message]) -> Exchange:
-    """Start to send and to receive. All ranks give messages of the same number and shape.
-
-    Two messages between the same two ranks arrive in the order in which both ranks list them.
-    """
+    """Start to send and to receive. All ranks give messages of the same number and shape. Two messages
+    between the same two ranks arrive in the order in which both ranks list them."""
     by_target = sorted(messages, key=lambda message: message.target)
     by_source = sorted(range(len(messages)), key=lambda number: messages[number].source)
     tensors = [message.tensor for message in by_target]

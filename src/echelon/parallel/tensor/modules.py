@@ -118,9 +118,7 @@ class Column(SplitModule):
 @final
 class PartlyWhole(SplitModule):
     """A column of several matrices, of which every rank uses some whole: one key and value for all heads.
-
-    Every rank holds all of it, computes with the rows that it needs, and has a part of the gradient.
-    """
+    Every rank holds all of it, computes with the rows that it needs, and has a part of the gradient."""
 
     def __init__(self, module: nn.Module, region: Region, style: Style, *, enters: bool = True) -> None:
         super().__init__(module, region)
@@ -251,10 +249,8 @@ class Experts(SplitModule):
 
 @final
 class EnterFirst:
-    """A forward pre-hook: the hidden states enter the split part before the module sees them.
-
-    `encloses`: nothing inside enters again, and they may be used by more than matrices.
-    """
+    """A forward pre-hook: the hidden states enter the split part before the module sees them. `encloses`:
+    nothing inside enters again, and they may be used by more than matrices."""
 
     def __init__(self, region: Region, *, encloses: bool = False) -> None:
         self.region, self.encloses = region, encloses

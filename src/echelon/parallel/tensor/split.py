@@ -63,10 +63,8 @@ def split_over(
     whole_sequence: Sequence[nn.Module],
     join_logits: bool,
 ) -> Sharded:
-    """Split `model` in place. All ranks start from the same weights.
-
-    `whole_sequence`: modules that get all of a split `sequence`. `join_logits`: the loss takes all logits.
-    """
+    """Split `model` in place. All ranks start from the same weights. `whole_sequence`: modules that get all
+    of a split `sequence`. `join_logits`: the loss takes all logits."""
     styles = Styles(model, table)
     style_of = _styles_by_module(model, styles)
     whole = set(whole_sequence) if sequence else set(model.modules())

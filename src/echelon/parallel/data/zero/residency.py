@@ -32,10 +32,8 @@ from echelon.parallel.data.zero.flat import FlatUnit
 
 @final
 class GatherAgreement:
-    """Compares what the ranks that shard one copy are about to do, until it is closed.
-
-    `replicas`: all ranks of the set, which are told at the end of each pass: else other groups would wait.
-    """
+    """Compares what the ranks that shard one copy are about to do, until it is closed. `replicas`: all ranks
+    of the set, which are told at the end of each pass: else other groups would wait."""
 
     def __init__(self, group: Group, replicas: Group, units: Sequence[str], device: torch.device) -> None:
         self._group, self._replicas, self._device = group, replicas, device
@@ -201,10 +199,8 @@ class Residency:
             self._leaving.popleft().drop()
 
     def abandon(self) -> None:
-        """A pass has raised: nothing is in use. What is gathered stays so until the next step.
-
-        To free it would wait for its messages, which peers that have raised too may never send.
-        """
+        """A pass has raised: nothing is in use. What is gathered stays so until the next step. To free it
+        would wait for its messages, which peers that have raised too may never send."""
         self._users = [0] * len(self._units)
         self._held.clear()
 

@@ -87,9 +87,7 @@ class UseHooks:
 
     def _begin_backward(self, use: Use, consumers: list[Use]) -> None:
         """The gradient of an output is there: a use that had only it as input is through, and leaves first.
-
-        Its own hook would tell only after this one, and one more unit would be gathered meanwhile.
-        """
+        Its own hook would tell only after this one, and one more unit would be gathered meanwhile."""
         for consumer in consumers:
             self.end_backward(consumer)
         if not use.in_backward and not use.over:

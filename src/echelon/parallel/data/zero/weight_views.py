@@ -135,10 +135,8 @@ class WeightViews:
 
 @final
 class ChangedRuns:
-    """Finds runs of this rank's part that a pass has changed, which no version tells of.
-
-    Flags stay on the device until `finish`: to read one would wait for all that was launched before.
-    """
+    """Finds runs of this rank's part that a pass has changed, which no version tells of. Flags stay on the
+    device until `finish`: to read one would wait for all that was launched before."""
 
     def __init__(self, shards: Sequence[Tensor] | None, *, watches: bool = True) -> None:
         """`shards`: the runs as the rank keeps them on the device; None where it keeps them nowhere there,
