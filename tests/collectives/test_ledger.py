@@ -71,7 +71,7 @@ def test_a_short_operation_inside_a_long_one_does_not_end_it() -> None:
 
 def test_operations_are_counted_in_the_order_of_their_starts() -> None:
     """Threads may enter them in another order."""
-    assert entered((2.0, 2.0, 4.0, 0.0), (0.0, 3.0, 3.0, 0.0)).busy() == 4.0
+    assert entered((2.0, 2.0, 4.0, 0.0), (0.0, 3.0, 3.0, 0.0)).step_moves().busy() == 4.0
 
 
 def test_seconds_in_which_two_threads_wait_are_exposed_once() -> None:

@@ -217,14 +217,10 @@ class Layout:
         self, equal: Collection[str], position: Position, everyone: range, size: int
     ) -> Iterator[int]:
         """Yield the cells with the experts of `position`, of all contexts; of its copy, or with its part."""
-        begin, end = (
-            (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
-        )
-        for cell in everyone[begin:end]:
-            same_part = "expert_part" not in equal or (
-                self._expert_part(cell, cell % size) == position.expert_part
-            )
-            if self._expert(cell) == position.expert and same_part:
+        by_part, begin = "expert_part" in equal, position.copy * size
+        for cell in everyone[begin : begin + size] if "copy" in equal else everyone:
+            part = self._expert_part(cell, cell % size) if by_part else position.expert_part
+            if self._expert(cell) == position.expert and part == position.expert_part:
                 yield cell
 
     def _shard_size(self, replicas: int) -> int:

@@ -82,9 +82,8 @@ class LayerSharding:
         self._before = frozenset(before)
         self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
         not_causal = classes_not_causal(model, layers[1:])
-        self._expert_shards = (
-            spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else {}
-        )
+        has_experts = mesh.plan.expert > 1
+        self._expert_shards = spread_experts(model, mesh.group("expert"), wrapping) if has_experts else {}
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         check_parts(model, mesh.plan)
         if mesh.plan.sequence:
@@ -305,12 +304,8 @@ class LayerSharding:
         shared: Mapping[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[None]:
-        self.view.true_length, self.view.shared = true_length, shared
-        try:
-            with scope():
-                yield
-        finally:
-            self.view.true_length, self.view.shared = None, {}
+        with self.view.seeing(true_length, shared), scope():
+            yield
 
     # Dropout and gates.
 

@@ -122,9 +122,8 @@ def _read_metrics(run: RunFiles) -> None:
         elif kind == "evaluation":
             evaluations[step] = row
         elif kind == "rollback":
-            run.rollbacks.append(
-                {"step": step, "from": whole(row.get("from_step")), "reason": row.get("reason")}
-            )
+            begin, reason = whole(row.get("from_step")), row.get("reason")
+            run.rollbacks.append({"step": step, "from": begin, "reason": reason})
     run.steps = _columns(steps, COLUMNS)
     run.evaluations = _columns(evaluations, ("loss", "accuracy"))
     if busiest:

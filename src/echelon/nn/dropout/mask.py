@@ -104,8 +104,9 @@ def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Ten
         hashes = mix_(keys[rows, None] + counters[columns])
         halves = slice(columns.start * _PER_WORD, columns.stop * _PER_WORD)
         torch.lt(hashes.view(torch.int32), threshold(draw.p), out=kept[rows, halves])
-    if numbers is not None:
-        kept = _own_halves(kept, numbers)
+    if numbers is not None:  # each element has a hash of its own, of which one half is its own
+        halves = kept.view(len(kept), -1, _PER_WORD)
+        kept = halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
     return kept[:, : runs.num_runs * runs.length].reshape(*shape)
 
 
@@ -138,12 +139,6 @@ def _begins(runs: Runs, indices: Tensor | None, device: torch.device | str) -> T
     outer = number // max(1, runs.inner)
     outer = outer if indices is None else indices.to(device)[outer]
     return ((outer * runs.inner + number % max(1, runs.inner)) * runs.ranks + runs.rank) * runs.length
-
-
-def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
-    """Take the half of each hash that belongs to its element, where each element has a hash of its own."""
-    halves = kept.view(len(kept), -1, _PER_WORD)
-    return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
 def sample_keys(key: int | Tensor, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:

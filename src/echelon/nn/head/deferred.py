@@ -297,10 +297,7 @@ class _FusedLoss(torch.autograd.Function):
 # Columns from which logits are large beside the hidden states: the head is a vocabulary, not some classes.
 _LEAST_COLUMNS = 1024
 _OTHERS = ("float64", "expert", "float8")  # entries that compute something else
-_LOW = (
-    torch.bfloat16,
-    torch.float16,
-)  # in float32 and float64 losses are those of plain torch to the last bit
+_LOW = (torch.bfloat16, torch.float16)  # above, losses are those of plain torch to the last bit
 
 
 @dataclass

@@ -263,11 +263,8 @@ def _errors_of_transformers(config: Any, raw: Mapping[str, Any]) -> list[str]:
     common = base().to_dict().keys()  # labels, types and the like, which every model has
     theirs, ours = _relevant(stored, common), _relevant(config.to_dict(), common)
     # A name that only one of both has is unknown to the class, which has a value for each that it knows.
-    return [
-        _difference(name, theirs[name], value)
-        for name, value in ours.items()
-        if name in theirs and theirs[name] != value
-    ]
+    differing = [name for name in ours if name in theirs and theirs[name] != ours[name]]
+    return [_difference(name, theirs[name], ours[name]) for name in differing]
 
 
 def _relevant(config: Mapping[str, Any], common: Collection[str], prefix: str = "") -> dict[str, Any]:

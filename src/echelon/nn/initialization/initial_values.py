@@ -147,10 +147,8 @@ class WeightSource:
         known = self._tensors[name]
         if isinstance(known, Tensor):
             return known.to(self._device)
-        return self._tape.values(known, self._device, self._seed_of)
-
-    def _seed_of(self, note: int) -> int:
-        return key_of(self.seed, *self._random.get(note, (note,)))
+        seed, draws = self.seed, self._random
+        return self._tape.values(known, self._device, lambda note: key_of(seed, *draws.get(note, (note,))))
 
     def _number_draws(self) -> dict[int, tuple[str, int]]:
         """Number the draws of each tensor, so that its numbers do not depend on other tensors."""

@@ -328,9 +328,8 @@ def local_gradients(
     local: Sequence[LocalParameter], uncounted: Set[nn.Parameter] = frozenset()
 ) -> list[Tensor]:
     """The gradients of local parameters, where there are any, without those of `uncounted` parameters."""
-    return [
-        each.tensor.grad for each in local if each.tensor.grad is not None and each.parameter not in uncounted
-    ]
+    counted = (each.tensor for each in local if each.parameter not in uncounted)
+    return [tensor.grad for tensor in counted if tensor.grad is not None]
 
 
 def own_whole(parameter_set: ParameterSet) -> list[OwnedSlice]:

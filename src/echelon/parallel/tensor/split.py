@@ -81,7 +81,7 @@ def split_over(
     logits = [m for m, style in style_of.items() if style.word == "vocabulary" and is_matrix(m)]
     vocabulary = max(map(num_outputs, logits), default=None)  # of the largest, before it is split
     names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = _assign_parameters(model, style_of, partial, group)
+    shards, is_partial = _assign_parameters(model, style_of, partial, group)
     enclosed = _enclosed(style_of)
     for module in model.modules():
         style = style_of.get(module, Style("replicated"))
@@ -93,14 +93,12 @@ def split_over(
         take = TakeHeads(module, argument, heads, group.rank, group.size)
         wrapping.before("tensor", module, take, with_kwargs=True)
     _leave_fused_paths(model, style_of, wrapping)
-    replace_parameters(
-        model, {parameter: part_of(parameter, shard) for parameter, shard in parameters.split.items()}
-    )
+    replace_parameters(model, {parameter: part_of(parameter, shard) for parameter, shard in shards.items()})
     return Sharded(
         region,
-        {names[parameter]: shard for parameter, shard in parameters.split.items()},
-        partial=parameters.partial,
-        replicated=parameters.replicated,
+        {names[parameter]: shard for parameter, shard in shards.items()},
+        partial=[parameter for parameter, in_parts in is_partial.items() if in_parts],
+        replicated=[parameter for parameter, in_parts in is_partial.items() if not in_parts],
         by_heads=_dropouts(style_of, "heads"),
         inner=_dropouts(style_of, "inner", "entered"),
         vocabulary=vocabulary,
@@ -118,17 +116,11 @@ def _styles_by_module(model: nn.Module, styles: Styles) -> dict[nn.Module, Style
     return style_of
 
 
-class _Parameters(NamedTuple):
-    """The parameters of a model: those that are split, and those that are whole on every rank."""
-
-    split: dict[nn.Parameter, Shard]
-    partial: list[nn.Parameter]
-    replicated: list[nn.Parameter]
-
-
 def _assign_parameters(
     model: nn.Module, style_of: dict[nn.Module, Style], partial: Collection[nn.Module], group: Group
-) -> _Parameters:
+) -> tuple[dict[nn.Parameter, Shard], dict[nn.Parameter, bool]]:
+    """Return the parameters that are split; and of those that are whole, whether a rank has a part of their
+    gradient."""
     split: dict[nn.Parameter, Shard] = {}
     is_partial: dict[nn.Parameter, bool] = {}
     for module in model.modules():
@@ -138,17 +130,12 @@ def _assign_parameters(
         for parameter in module.parameters(recurse=False):
             if parameter not in shards and style.word != "tied":
                 is_partial[parameter] = module in partial
-    return _Parameters(
-        split,
-        partial=[parameter for parameter, in_parts in is_partial.items() if in_parts],
-        replicated=[parameter for parameter, in_parts in is_partial.items() if not in_parts],
-    )
+    return split, is_partial
 
 
 def _dropouts(style_of: dict[nn.Module, Style], *words: str) -> list[nn.Module]:
-    return [
-        module for module, style in style_of.items() if style.word in words and isinstance(module, _DropoutNd)
-    ]
+    inside = (module for module, style in style_of.items() if style.word in words)
+    return [module for module in inside if isinstance(module, _DropoutNd)]
 
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
@@ -160,13 +147,8 @@ def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.
 
 def _enclosed(style_of: dict[nn.Module, Style]) -> set[nn.Module]:
     """The modules inside of those whose input enters for all of them."""
-    return {
-        inside
-        for module, style in style_of.items()
-        if style.word == "enclosed"
-        for inside in module.modules()
-        if inside is not module
-    }
+    around = [module for module, style in style_of.items() if style.word == "enclosed"]
+    return {inside for module in around for inside in module.modules() if inside is not module}
 
 
 def _wrap(
