@@ -79,10 +79,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def call_stage(stage: nn.Module, inputs: Any) -> Any:
     """Call a stage, or a layer, with the inputs of a batch or what the one before returned."""
-    if isinstance(inputs, ObjectiveInputs):
-        return inputs.objective(stage, inputs.batch)
     if not isinstance(inputs, Inputs):
-        return stage(inputs)
+        return call(stage, inputs)
     return stage(inputs.args) if inputs.as_one else stage(*inputs.args, **inputs.kwargs)
 
 

@@ -295,17 +295,7 @@ class LayerSharding:
         """Around a forward pass: layers know the true length of the sequence, and what all may ask for."""
         if true_length is None and not shared and self._hidden_padding is None:
             return scope()  # the view stays as it is
-        return self._in_view(true_length, shared, scope)
-
-    @contextmanager
-    def _in_view(
-        self,
-        true_length: int | None,
-        shared: Mapping[str, Any],
-        scope: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
-        with self.view.seeing(true_length, shared), scope():
-            yield
+        return _inside(self.view.seeing(true_length, shared), scope)
 
     # Dropout and gates.
 
@@ -338,6 +328,14 @@ class LayerSharding:
         """Return the positions of this rank along `tensor`, out of its part along `context`."""
         plan = self._mesh.plan
         return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
+
+
+@contextmanager
+def _inside(
+    outer: AbstractContextManager[None], scope: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with outer, scope():
+        yield
 
 
 def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

@@ -31,6 +31,9 @@ from echelon.state.shards import Shard, part_of, replace_parameters
 _INSIDE = ("heads", "inner", "entered")  # whole on every rank, and used for this rank's part of the work
 
 
+_WRAPPERS: dict[str, type[SplitModule]] = {"norm": SplitNorm, "row": Row, "experts": Experts}
+
+
 def _is_inside(style: Style) -> bool:
     """Return whether its weights are whole on every rank, and used for this rank's part of the work."""
     return style.word in _INSIDE or bool(style.whole)
@@ -168,12 +171,8 @@ def _wrap(
         wrapper = PartlyWhole(module, region, style, enters=enters)
     elif style.word == "column":
         wrapper = Column(module, region, enters=enters)
-    elif style.word == "norm":
-        wrapper = SplitNorm(module, region)
-    elif style.word == "row":
-        wrapper = Row(module, region)
-    elif style.word == "experts":
-        wrapper = Experts(module, region)
+    elif style.word in _WRAPPERS:
+        wrapper = _WRAPPERS[style.word](module, region)
     elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
         wrapper = VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
