@@ -58,33 +58,33 @@ def test_the_moves_of_a_step_stay_as_they_were() -> None:
 
 def test_overlapping_operations_are_busy_once_and_waiting_is_not_hidden() -> None:
     ledger = entered((0.0, 1.0, 1.0, 0.0), (0.5, 1.0, 1.25, 0.25), (3.0, 0.5, 3.0, 0.5))
-    assert ledger.step_moves().busy() == 2.0
-    assert ledger.step_moves().hidden() == 1.25
+    assert ledger.busy() == 2.0
+    assert ledger.hidden() == 1.25
 
 
 def test_a_short_operation_inside_a_long_one_does_not_end_it() -> None:
     """The third begins after the second has ended, but still inside the first."""
     ledger = entered((0.0, 8.0, 8.0, 0.0), (1.0, 1.0, 2.0, 0.0), (4.0, 2.0, 6.0, 0.0), (9.0, 1.0, 9.0, 1.0))
-    assert ledger.step_moves().busy() == 9.0
-    assert ledger.step_moves().hidden() == 8.0
+    assert ledger.busy() == 9.0
+    assert ledger.hidden() == 8.0
 
 
 def test_operations_are_counted_in_the_order_of_their_starts() -> None:
     """Threads may enter them in another order."""
-    assert entered((2.0, 2.0, 4.0, 0.0), (0.0, 3.0, 3.0, 0.0)).step_moves().busy() == 4.0
+    assert entered((2.0, 2.0, 4.0, 0.0), (0.0, 3.0, 3.0, 0.0)).busy() == 4.0
 
 
 def test_seconds_in_which_two_threads_wait_are_exposed_once() -> None:
     """Both wait from 2 to 3; the second also before that, inside its own operation."""
     ledger = entered((0.0, 3.0, 2.0, 1.0), (0.0, 4.0, 1.0, 2.0))
-    assert ledger.step_moves().busy() == 4.0
-    assert ledger.step_moves().hidden() == 2.0
+    assert ledger.busy() == 4.0
+    assert ledger.hidden() == 2.0
 
 
 def test_a_wait_after_the_end_hides_nothing() -> None:
     """The operation ended at 1. A caller that asks for it from 2 to 5 does not wait for communication."""
     ledger = entered((0.0, 1.0, 2.0, 3.0))
-    assert ledger.step_moves().hidden() == ledger.step_moves().busy() == 1.0
+    assert ledger.hidden() == ledger.busy() == 1.0
 
 
 def test_finishing_enters_the_duration_and_the_wait() -> None:
@@ -119,7 +119,7 @@ def completes_before_the_wait() -> bool:
     handle.wait()
     (move,) = group.ledger.moves
     assert move.start + move.seconds <= seen <= move.wait_start
-    return group.ledger.step_moves().hidden() == group.ledger.step_moves().busy() > 0
+    return group.ledger.hidden() == group.ledger.busy() > 0
 
 
 def test_an_operation_that_ended_during_other_work_was_not_waited_for(

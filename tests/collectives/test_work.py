@@ -39,8 +39,8 @@ def test_a_handle_measures_overlap_on_the_device() -> None:
     overlapped, blocking = group.ledger.moves
     assert [round(1e3 * value, 3) for value in (overlapped.seconds, overlapped.waited)] == [5.0, 1.0]
     assert [round(1e3 * value, 3) for value in (blocking.seconds, blocking.waited)] == [5.0, 5.0]
-    assert round(1e3 * group.ledger.step_moves().busy(), 3) == 10.0
-    assert round(1e3 * group.ledger.step_moves().hidden(), 3) == 4.0
+    assert round(1e3 * group.ledger.busy(), 3) == 10.0
+    assert round(1e3 * group.ledger.hidden(), 3) == 4.0
 
 
 def test_the_host_waits_by_default() -> None:
@@ -117,7 +117,7 @@ def test_a_collective_lasts_until_its_completion(
     rank.collective(takes, computes)
     (move,) = rank.ledger.moves
     assert [seconds, waited] == milliseconds(move.seconds, move.waited)
-    assert [seconds - waited] == milliseconds(rank.ledger.step_moves().hidden())
+    assert [seconds - waited] == milliseconds(rank.ledger.hidden())
     total = rank.ledger.total("data")
     assert (total.seconds, total.waited) == (move.seconds, move.waited)
 
@@ -194,7 +194,7 @@ def test_the_times_of_a_step_are_its_own_when_somebody_looks_a_step_later() -> N
     assert rank.device.synchronized == synchronized, "nobody has looked"
     assert milliseconds(first.busy(), first.hidden()) == [5.0 + 7.0, 3.0]
     assert rank.device.now == 12.0, "and whoever looks does not wait for the step that has begun"
-    assert milliseconds(rank.ledger.step_moves().busy()) == [100.0]
+    assert milliseconds(rank.ledger.busy()) == [100.0]
     assert milliseconds(rank.ledger.total().seconds) == [112.0], "every time is counted once"
 
 

@@ -83,8 +83,8 @@ def hidden() -> None:
     assert move.waited < move.seconds
     assert move.start + move.seconds < move.wait_start, "complete long before the sleep ended"
     assert started - ALLOWED <= move.start
-    assert group.ledger.step_moves().busy() == pytest.approx(move.seconds)
-    assert group.ledger.step_moves().hidden() == pytest.approx(move.seconds)
+    assert group.ledger.busy() == pytest.approx(move.seconds)
+    assert group.ledger.hidden() == pytest.approx(move.seconds)
 
 
 def test_a_collective_behind_computation_is_hidden(nccl: Ranks) -> None:

@@ -169,6 +169,14 @@ class Ledger:
         self._unread.append(times)
         self._num_deferred += 1
 
+    def busy(self) -> float:
+        """Return the seconds of this step in which an operation was unfinished; overlaps count once."""
+        return self.step_moves().busy()
+
+    def hidden(self) -> float:
+        """Return the busy seconds in which no caller waited."""
+        return self.step_moves().hidden()
+
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None
     ) -> Total:

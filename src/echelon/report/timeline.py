@@ -77,10 +77,9 @@ def _tracks(row: RankStep, start: float, words: _Words, kinds: _Words) -> Iterab
     yield {"rank": row.rank, "track": "", "slices": work}
     of_track: dict[tuple[str, int], list[int]] = {}
     for move in row.moves:
-        kind = f"communication: {move.axis}"
-        of_track.setdefault((move.axis, move.track), []).extend(
-            _slice(words.place(move.name), kinds.place(kind), move.start - start, move.end - move.start)
-        )
+        place, kind = words.place(move.name), kinds.place(f"communication: {move.axis}")
+        flat = of_track.setdefault((move.axis, move.track), [])
+        flat += _slice(place, kind, move.start - start, move.end - move.start)
     for (axis, _), slices in sorted(of_track.items()):
         yield {"rank": row.rank, "track": axis, "slices": slices}
 

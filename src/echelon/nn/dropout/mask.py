@@ -105,8 +105,8 @@ def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Ten
         halves = slice(columns.start * _PER_WORD, columns.stop * _PER_WORD)
         torch.lt(hashes.view(torch.int32), threshold(draw.p), out=kept[rows, halves])
     if numbers is not None:  # each element has a hash of its own, of which one half is its own
-        halves = kept.view(len(kept), -1, _PER_WORD)
-        kept = halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
+        by_hash = kept.view(len(kept), -1, _PER_WORD)
+        kept = by_hash.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
     return kept[:, : runs.num_runs * runs.length].reshape(*shape)
 
 
