@@ -1,7 +1,7 @@
 """Logits that wait: what the head returns in a step whose loss is a cross entropy that the engine knows.
 
     head(h)                  DeferredLogits, no values: h and the matrix are remembered
-    fused_cross_entropy      computed with the matrix, chunk by chunk (linear_cross_entropy.py): never whole
+    fused_cross_entropy      computed with the matrix, chunk by chunk (nn/losses.py): never whole
     any function of torch    gets the logits, computed now: as if they had been there
 
 One node of autograd stands where the matrix product would, so that hooks on the head's output see its
@@ -27,8 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
-from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
-from echelon.nn.losses import IGNORED_TARGET, VocabularyPart
+from echelon.nn.losses import IGNORED_TARGET, VocabularyPart, Wanted, linear_cross_entropy
 from echelon.nn.tracing import FUNCTIONS_WITHOUT_VALUES, is_transformed
 from echelon.nn.wrapping import Wrapper, has_entry, replaced_forward
 
