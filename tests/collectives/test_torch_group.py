@@ -17,10 +17,9 @@ from echelon.collectives import (
     ring_all_reduce,
     torch_group,
 )
-from echelon.collectives.cuda_timing import EventClock, EventTiming
 from echelon.collectives.process_groups import without_serialization_warning
 from echelon.collectives.torch_group import Backend, backend_of, backends_of
-from echelon.collectives.work import HOST_TIMING
+from echelon.collectives.work import HOST_TIMING, EventClock, EventTiming
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.collectives.fake_device import FakeDevice

@@ -21,7 +21,7 @@ from echelon.engine.compiling import SelectiveCompiler, compile_layers
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
-from echelon.nn.head.compiled_loss import LossCompiler
+from echelon.nn.head.losses import LossCompiler
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.stage import Stage

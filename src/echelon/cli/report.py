@@ -50,7 +50,7 @@ def watch(
     runs: Runs, port: Port = 0, open_page: Open = False, quick: Quick = False, as_json: Json = False
 ) -> None:
     """Serve the page of a run on this machine alone, and update it while the run goes on. Ctrl-C ends it."""
-    from echelon.report.server import PageServer
+    from echelon.report.page import PageServer
 
     with PageServer(runs, port, predict=not quick) as server:
         if as_json:

@@ -16,9 +16,10 @@ from echelon.errors import UserError, raise_errors
 from echelon.hardware import usable_cores
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
-from echelon.program import Op, Program, Span, Timeline, grid, show
+from echelon.program import Op, Program, Span, Timeline, show
 from echelon.program.picture import Panel, draw_together
 from echelon.program.simulate import WORK
+from echelon.program.text import draw
 from echelon.quantities import show_seconds
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def _display_spans(
     """Print the first parts of the grid, about two screens; a column is `tick` long."""
     if len(spans) > _MOST_SPANS:
         return
-    drawn = grid.draw(spans, ranks, tick=tick)
+    drawn = draw(spans, ranks, tick=tick)
     blocks = list(drawn.blocks(screen.width))
     count = max(1, _MOST_LINES // (len(drawn.lines) + 1))
     for block in blocks[:count]:

@@ -30,7 +30,7 @@ from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
 from echelon.nn.float8 import multiply_in_float8
-from echelon.nn.head.wrapper import DeferredHead, find_head
+from echelon.nn.head.deferred import DeferredHead, find_head
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping, find_wrapper, has_entry
 from echelon.parallel.called_stage import connect_stages

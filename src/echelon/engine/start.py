@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text, fingerprint
 from echelon.collectives.mesh import Mesh, this_device
 from echelon.engine.saving.restore import mark_empty, mark_filled
 from echelon.engine.watch.aliases import check_aliases
@@ -29,7 +28,7 @@ from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization.initial_values import WeightSource, is_deferred, named_tensors
 from echelon.parallel.data.buffers import broadcast_packed
 from echelon.parallel.data.sharing import Sharing
-from echelon.parallel.data.zero.unit_agreement import describe
+from echelon.parallel.data.zero.residency import describe
 from echelon.parallel.data.zero.weight_access import end_idle
 from echelon.parallel.expert.modules import experts_of
 from echelon.plan import AUTO, Plan

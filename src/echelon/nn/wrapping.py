@@ -77,10 +77,8 @@ class Wrapping:
         self.remove()
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put an entry around its module, inside of those that come later in the stack.
-
-        An entry of the same name, of an engine that was not closed or of a copied model, makes way.
-        """
+        """Put an entry around its module, inside of those that come later in the stack. An entry of the same
+        name, of an engine that was not closed or of a copied model, makes way."""
         module, place = wrapper.module, STACK.index(wrapper.entry)
         for earlier in list(stack_of(module)):
             if earlier.entry == wrapper.entry:

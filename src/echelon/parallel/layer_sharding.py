@@ -21,9 +21,8 @@ from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
 from echelon.nn.float8 import check_parts
-from echelon.nn.head.compiled_loss import CompiledLoss
-from echelon.nn.head.torch_losses import WaitingLoss
-from echelon.nn.head.wrapper import Deferral
+from echelon.nn.head.deferred import Deferral
+from echelon.nn.head.losses import CompiledLoss, WaitingLoss
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
@@ -43,8 +42,7 @@ from echelon.parallel.sequence_checks import (
     check_weight_masks,
     classes_not_causal,
 )
-from echelon.parallel.tensor.loss import split_loss
-from echelon.parallel.tensor.modules import number_layers
+from echelon.parallel.tensor.modules import number_layers, split_loss
 from echelon.parallel.tensor.split import Sharded, split_over
 from echelon.parallel.tensor.styles import Table
 from echelon.program import Program
@@ -83,9 +81,8 @@ class LayerSharding:
         self._before = frozenset(before)
         self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
         not_causal = classes_not_causal(model, layers[1:])
-        self._expert_shards = (
-            spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else {}
-        )
+        has_experts = mesh.plan.expert > 1
+        self._expert_shards = spread_experts(model, mesh.group("expert"), wrapping) if has_experts else {}
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         check_parts(model, mesh.plan)
         if mesh.plan.sequence:
@@ -297,21 +294,7 @@ class LayerSharding:
         """Around a forward pass: layers know the true length of the sequence, and what all may ask for."""
         if true_length is None and not shared and self._hidden_padding is None:
             return scope()  # the view stays as it is
-        return self._in_view(true_length, shared, scope)
-
-    @contextmanager
-    def _in_view(
-        self,
-        true_length: int | None,
-        shared: Mapping[str, Any],
-        scope: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
-        self.view.true_length, self.view.shared = true_length, shared
-        try:
-            with scope():
-                yield
-        finally:
-            self.view.true_length, self.view.shared = None, {}
+        return _inside(self.view.seeing(true_length, shared), scope)
 
     # Dropout and gates.
 
@@ -344,6 +327,14 @@ class LayerSharding:
         """Return the positions of this rank along `tensor`, out of its part along `context`."""
         plan = self._mesh.plan
         return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
+
+
+@contextmanager
+def _inside(
+    outer: AbstractContextManager[None], scope: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with outer, scope():
+        yield
 
 
 def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

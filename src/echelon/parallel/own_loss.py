@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import Objective
-from echelon.nn.head.torch_losses import known_loss
+from echelon.nn.head.losses import known_loss
 from echelon.nn.huggingface.adapters import adapted_model, predicts_first, reason_not_passed_on
 from echelon.nn.huggingface.own_loss import (
     ReplacedLoss,
@@ -26,7 +26,7 @@ from echelon.nn.huggingface.own_loss import (
     unsplit_causal_cross_entropy,
 )
 from echelon.nn.losses import IGNORED_TARGET, Loss
-from echelon.parallel.tensor.loss import split_loss
+from echelon.parallel.tensor.modules import split_loss
 from echelon.plan import Plan
 
 
@@ -68,10 +68,8 @@ def takes_next_labels(loss: Loss) -> bool:
 
 @final
 class OwnLoss:
-    """The loss of a model's output, a mean, with the number of labels that it is the mean of.
-
-    A model of transformers ignores some labels. Any other model's mean is over samples.
-    """
+    """The loss of a model's output, a mean, with the number of labels that it is the mean of. A model of
+    transformers ignores some labels. Any other model's mean is over samples."""
 
     def __init__(self, model: nn.Module, *, counts_first: bool = False) -> None:
         """`counts_first`: a first label counts too, although the labels are those of next positions."""

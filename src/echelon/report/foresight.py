@@ -27,9 +27,8 @@ def foresee(run: RunFiles) -> dict[str, Any]:
         return found
     found["bytes"] = _attempt(found, "bytes", lambda: _bytes(job, whole(run.measured.get("number"))))
     if job.task != "language":
-        found["notes"].append(
-            f"no prediction of seconds and memory: the planner knows no model of {job.task}"
-        )
+        note = f"no prediction of seconds and memory: the planner knows no model of {job.task}"
+        found["notes"].append(note)
         return found
     cluster = _attempt(found, "seconds and memory", lambda: _cluster(run, job))
     if cluster is None:

@@ -19,6 +19,10 @@ class InstructionSpan(NamedTuple):
     start: float
     end: float
 
+    @property
+    def kind(self) -> str:
+        return self.instruction.op.name.lower().replace("_", " ")
+
 
 class MoveSpan(NamedTuple):
     """A collective or a message: while it was under way, and while its caller waited for it."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import fingerprint
 from echelon.plan import Plan
 from echelon.state.ownership import MASTER
 from echelon.verify.reference import TrainingResult

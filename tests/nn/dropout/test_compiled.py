@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.dropout import compiled
+from echelon.nn.dropout import modules as compiled
 from echelon.nn.dropout.modules import (
     KeyedDropout,
     draw_ahead,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon.engine import parallelize
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.head import wrapper
+from echelon.nn.head import deferred
 from echelon.nn.head.deferred import _Computed, _Factors, _FusedLoss
 from tests.engine.test_compiling import backend
 
@@ -71,7 +71,7 @@ def check(plan: str, model: str) -> None:
     losses, weights, fused, computed = train(plan, model)
     if model == "capped" and "tensor" in plan:
         assert fused == 0  # it gets all logits, gathered
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, right, *calls = train(plan, model)
     assert calls == [0, 0]
     assert computed == 0
@@ -139,7 +139,7 @@ def test_layers_that_are_compiled_leave_them_alone(model: str) -> None:
     torch._dynamo.reset()
     with backend("aot_eager"):
         losses, _, fused, computed = train("compile=true", model)
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, *_ = train("", model)
     assert computed == 0
     assert fused > 0
@@ -157,7 +157,7 @@ def check_compiled(plan: str, *, is_here: bool) -> None:
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         losses, weights, fused, computed = train(f"{plan} compile=true", "capped")
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, right, *_ = train(plan, "capped")
     assert (fused, computed) == (0, 0)
     assert factors.call_count > 0 or not is_here
@@ -191,7 +191,7 @@ def compare_compiled(model: str) -> None:
     torch._dynamo.reset()
     with backend("aot_eager"):
         losses, _, fused, computed = train("tensor=2 sequence=true compile=true", model)
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, *_ = train("tensor=2 sequence=true", model)
     assert computed == 0
     assert fused > 0

@@ -36,7 +36,7 @@ from echelon.engine.step.nonfinite_search import check_finite_weights
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
-from echelon.parallel.tensor.loss import split_loss
+from echelon.parallel.tensor.modules import split_loss
 from echelon.update.numbers import HostCopy
 
 _ASKED_AGAIN = 3  # steps in which an audit that could not compare asks for another batch

@@ -52,7 +52,7 @@ from echelon.errors import UserError
 from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import num_samples
-from echelon.nn.buffer_snapshot import ChangedBuffers
+from echelon.nn.forward_state import ChangedBuffers
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run, whole_slice
 
 NAME = "gradients"

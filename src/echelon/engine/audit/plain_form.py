@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.engine.audit.weight_stream import layer_sizes
-from echelon.nn.autograd.hooks import hooks_of, late_hooks, set_hooks, twin
+from echelon.nn.autograd.leaves import hooks_of, late_hooks, set_hooks, twin
 from echelon.nn.wrapping import Wrapper, Wrapping, stack_of
 from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import StateNames

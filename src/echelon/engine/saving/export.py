@@ -10,14 +10,15 @@ from echelon.collectives.agreement import agree_on_every_rank, check_on_every_ra
 from echelon.errors import UserError, raise_errors
 from echelon.launching.watch.pulse import beat
 from echelon.nn.huggingface import config_json, weight_layout
-from echelon.nn.huggingface.adapter_weights import (
+from echelon.nn.huggingface.adapters import (
     adapted_layers,
+    adapted_model,
     adapter_files,
+    has_adapters,
     merge_layer,
     merged_form,
     write_adapter,
 )
-from echelon.nn.huggingface.adapters import adapted_model, has_adapters
 from echelon.nn.huggingface.modules import is_pretrained
 from echelon.nn.huggingface.weight_layouts import write_generation_config
 from echelon.state.assembly import Assembly, Key

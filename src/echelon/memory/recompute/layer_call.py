@@ -18,7 +18,7 @@ from echelon.errors import UserError
 from echelon.memory.recompute.saved_inputs import ArgumentName, Kept, SavedInputs
 from echelon.memory.recompute.second_run import OutputPrint, SecondRunCheck, Surroundings
 from echelon.memory.storages import storages_of, weight_storages
-from echelon.nn.autograd.in_place import enter
+from echelon.nn.autograd.leaves import enter
 from echelon.nn.autograd.saved_tensors import Hooks
 from echelon.nn.autograd.second_run import Tape
 

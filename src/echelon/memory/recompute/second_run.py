@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from echelon.collectives.fingerprint import device_fingerprint, measures, near
+from echelon.collectives.agreement import device_fingerprint, measures, near
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
-from echelon.nn.integer_attributes import (
+from echelon.nn.forward_state import (
     ABSENT,
     NumberSlot,
     attributes_as,

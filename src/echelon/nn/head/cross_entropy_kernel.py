@@ -27,10 +27,8 @@ def lose(
     *,
     with_gradient: bool,
 ) -> None:
-    """Write the loss of each row of logits [tokens, columns], and the gradient in place of the logits.
-
-    The first columns are words, the others −inf: of a multiple of 16 Triton reads 16 bytes at a time.
-    """
+    """Write the loss of each row of logits [tokens, columns], and the gradient in place of the logits. The
+    first columns are words, the others −inf: of a multiple of 16 Triton reads 16 bytes at a time."""
     targets = targets.contiguous()
     sizes = (logits.stride(0), logits.shape[1], ignored)
     options = {"tile_size": _TILE, "num_warps": _WARPS}

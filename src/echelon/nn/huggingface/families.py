@@ -49,11 +49,8 @@ class Family(NamedTuple):
     inputs: type[LayerInputs] = LayerInputs  # what decoder layers take beside hidden states
 
 
-_PAST, _MOE, _CROSS = (
-    "CausalLMOutputWithPast",
-    "MoeCausalLMOutputWithPast",
-    "CausalLMOutputWithCrossAttentions",
-)
+_PAST, _MOE = "CausalLMOutputWithPast", "MoeCausalLMOutputWithPast"
+_CROSS = "CausalLMOutputWithCrossAttentions"
 _GPT2 = Names("wte", "wpe", "drop", "h", "ln_f")
 _NEOX = Names("embed_in", after="emb_dropout", norm="final_layer_norm")
 _FALCON = Names("word_embeddings", blocks="h", norm="ln_f")
@@ -197,11 +194,8 @@ def layers_of(model: Any, family: Family | Encoder) -> list[nn.Module]:
     """List the embedding, every layer, the head."""
     from transformers import modeling_outputs
 
-    trunk, config, output = (
-        getattr(model, family.trunk),
-        model.config,
-        getattr(modeling_outputs, family.output),
-    )
+    trunk, config = getattr(model, family.trunk), model.config
+    output = getattr(modeling_outputs, family.output)
     if isinstance(family, Encoder):
         embedding = ImageEmbedding if model.main_input_name == "pixel_values" else TextEmbedding
         blocks = attrgetter(family.blocks)(trunk)

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.nn.autograd.leaves import is_hooked
 from echelon.parallel.data.buckets import (
     convert_gradients,
     convert_products,
@@ -70,9 +71,7 @@ class Storages(NamedTuple):
 
 class SummedUnit(NamedTuple):
     """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit.
-
-    `present`: around what reads or writes its weights on the device.
-    """
+    `present`: around what reads or writes its weights on the device."""
 
     local: list[LocalParameter]
     norm_share: list[Tensor]
@@ -153,7 +152,7 @@ class Sharing(ABC):
     def keep_products(self, used_once: Set[Tensor]) -> None:
         """Gradients of parameters that a backward pass uses once need no conversion before they are summed.
         Hooks of the user see the type of the sum."""
-        trained = [p for _, p in self.parameter_set.trained if p in used_once and not _is_hooked(p)]
+        trained = [p for _, p in self.parameter_set.trained if p in used_once and not is_hooked(p)]
         self._kept = keep_products(trained)
 
     def convert_products(self) -> None:
@@ -321,14 +320,6 @@ class SingleReplica(LocalSum):
         return Storages(parameters, [p.grad for p in parameters if p.grad is not None])
 
 
-def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Return whether a hook of the user sees gradients of the parameter."""
-    late_hooks = parameter._post_accumulate_grad_hooks or {}
-    hooks = [*(parameter._backward_hooks or {}).values(), *late_hooks.values()]
-    modules = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
-    return not all(module.startswith("echelon.") for module in modules)
-
-
 def whole_parameters(parameter_set: ParameterSet) -> list[LocalParameter]:
     return [LocalParameter(name, p, p) for name, p in parameter_set.trained]
 
@@ -337,9 +328,8 @@ def local_gradients(
     local: Sequence[LocalParameter], uncounted: Set[nn.Parameter] = frozenset()
 ) -> list[Tensor]:
     """The gradients of local parameters, where there are any, without those of `uncounted` parameters."""
-    return [
-        each.tensor.grad for each in local if each.tensor.grad is not None and each.parameter not in uncounted
-    ]
+    counted = (each.tensor for each in local if each.parameter not in uncounted)
+    return [tensor.grad for tensor in counted if tensor.grad is not None]
 
 
 def own_whole(parameter_set: ParameterSet) -> list[OwnedSlice]:

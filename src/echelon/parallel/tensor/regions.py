@@ -22,12 +22,21 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.nn.autograd.in_place import product
+from echelon.nn.autograd.leaves import product
 from echelon.nn.autograd.saved_tensors import is_recorded
 from echelon.nn.autograd.second_run import once
 from echelon.nn.tracing import untraced
-from echelon.parallel.tensor.entries import Entries, LastEntry, RecordedGroup, Way, run_in_graph
-from echelon.parallel.tensor.moves import GroupMoves, gathered, start_sum, start_sum_of_part
+from echelon.parallel.tensor.entries import (
+    Entries,
+    GroupMoves,
+    LastEntry,
+    RecordedGroup,
+    Way,
+    gathered,
+    run_in_graph,
+    start_sum,
+    start_sum_of_part,
+)
 
 if TYPE_CHECKING:
     from echelon.parallel.tensor.modules import Column

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
-from echelon.nn import buffer_snapshot
-from echelon.nn.buffer_snapshot import BufferSnapshot, ChangedBuffers
+from echelon.nn import forward_state
+from echelon.nn.forward_state import BufferSnapshot, ChangedBuffers
 from echelon.parallel.data.buffers import Buffers
 from tests.reads import HasReadError, no_reads
 
@@ -244,7 +244,7 @@ def test_the_first_decision_holds() -> None:
 def test_a_large_buffer_is_not_copied_and_comes_back_where_it_was_reassigned(
     verdict: bool | Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_snapshot, "LARGEST_COPY", 16)  # bytes; the table has 24
+    monkeypatch.setattr(forward_state, "LARGEST_COPY", 16)  # bytes; the table has 24
     model = Counting()
     snapshot = BufferSnapshot([model])
     snapshot.take()
@@ -297,7 +297,7 @@ def test_a_flag_elsewhere_is_read_only_where_values_have_changed() -> None:
 
 
 def test_a_kernel_chooses_among_a_limited_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_snapshot, "LARGEST_COPY", 16)
+    monkeypatch.setattr(forward_state, "LARGEST_COPY", 16)
     module = nn.Module()
     for index in range(5):
         module.register_buffer(f"buffer{index}", torch.full((2,), float(index)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.plan.replicas import Replicas
+from echelon.plan.state import Replicas
 from tests.plan.examples import Examples, cases_of, check_rule, rules_of
 
 EXAMPLES: Examples = {

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.nn.head import compiled_loss
-from echelon.nn.head.compiled_loss import CompiledLoss, LossCompiler
+from echelon.nn.head import losses
 from echelon.nn.head.deferred import _Computed, defer
+from echelon.nn.head.losses import CompiledLoss, LossCompiler
 from echelon.nn.losses import Sum
 from echelon.nn.sample_gathering import Replicas, gather_samples
 from echelon.parallel.own_loss import in_float32
@@ -256,7 +256,7 @@ def test_a_loss_that_changes_is_compiled_again_and_after_some_times_no_more() ->
         in_float32(Annealed(), torch.bfloat16),
         {"recompile_limit": 2},
     )
-    with patch.object(compiled_loss, "_LIMITS", limits), pytest.warns(UserWarning, match=SAYS):
+    with patch.object(losses, "_LIMITS", limits), pytest.warns(UserWarning, match=SAYS):
         found = [loss(defer(hidden, weight, bias), targets).detach() for _ in range(5)]
     expected = [plain_loss(F.linear(hidden, weight, bias), targets).detach() for _ in range(5)]
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-3, atol=0)
