@@ -12,8 +12,7 @@ from echelon.engine.arguments import check_arguments
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.audit.plain_form import PlainForm
-from echelon.engine.auto import resolve
-from echelon.engine.choosing import Task, chosen
+from echelon.engine.auto import Task, chosen, resolve
 from echelon.engine.compiling import compile_layers, compiler_options
 from echelon.engine.engine import Engine
 from echelon.engine.model_checks import accept_model
