@@ -9,8 +9,7 @@ from echelon.collectives import Ledger
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
 from echelon.engine.audit.drift import DriftCheck
-from echelon.engine.loops.loop import OwnLoop
-from echelon.engine.loops.passes import OwnPasses
+from echelon.engine.own_loop import OwnLoop, OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
 from echelon.engine.saving.whole_model import WholeModel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.collectives.agreement import gather_values
 from echelon.engine.core import EngineCore
-from echelon.engine.loops.outputs import Collect, Observed, PassResult, no_loss, whole_output
+from echelon.engine.outputs import Collect, Observed, PassResult, no_loss, whole_output
 from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_measure
 from echelon.errors import UserError
