@@ -28,7 +28,6 @@ TESTED_ELSEWHERE = {
     "sequence.py",
     "version.py",
     "engine/setup.py",
-    "engine/saving/whole_tensors.py",
 }
 
 
