@@ -86,10 +86,11 @@ def check_resident_bytes(resident_bytes: object, plan: Plan | str) -> None:
     raise_errors("the arguments of parallelize", errors)
 
 
-def check_average(average: object, plan: Plan) -> None:
-    """Refuse what is no decay of an average, or a plan without common updates."""
+def check_average(average: float | None, plan: Plan) -> float | None:
+    """Return it; refuse what is no decay of an average, or a plan without common updates."""
     errors = []
-    if average is not None and not _is_inside(average, 0, 1):
+    is_decay = isinstance(average, Real) and not isinstance(average, bool) and 0 < float(average) < 1
+    if average is not None and not is_decay:
         errors.append(
             f"average={average!r}: must be a number above 0 and below 1, as 0.9999, or None for none"
         )
@@ -99,10 +100,7 @@ def check_average(average: object, plan: Plan) -> None:
             "some workers; drop average, or use sync=all-reduce"
         )
     raise_errors("the arguments of parallelize", errors)
-
-
-def _is_inside(value: object, low: float, high: float) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low < float(value) < high
+    return average
 
 
 def _model_errors(model: object) -> list[str]:
@@ -215,23 +213,18 @@ def _is_integer(value: object) -> bool:
 def check_model(model: nn.Module, plan: Plan, clip: float | None, loss_scale: object = None) -> None:
     """Refuse a model that this rank has in parts, or in which nothing learns; a clip without a norm, or a
     loss scale without fp16."""
-    _check_clip(plan, clip)
-    raise_errors("the arguments of parallelize", loss_scale_errors(loss_scale, plan.precision))
-    check_whole(model)
-    check_trainable(model)
-
-
-def _check_clip(plan: Plan, clip: float | None) -> None:
-    """Refuse to clip where no norm of all gradients exists."""
     if clip is not None and not plan.flushes:
         raise UserError(
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"
         )
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model in which nothing learns."""
+    if clip is not None and plan.update != "step":
+        raise UserError(
+            f"clip={clip} with update={plan.update}: the norm of all gradients is known when the first units "
+            "are updated already; drop clip, or use update=step"
+        )
+    raise_errors("the arguments of parallelize", loss_scale_errors(loss_scale, plan.precision))
+    check_whole(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
 
@@ -269,8 +262,7 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
 def _audit_errors(audit: object, check_every: object) -> list[str]:
     errors = []
     if audit not in MODES:
-        modes = ", ".join(map(repr, MODES))
-        errors.append(f"audit={audit!r}: must be one of {modes}")
+        errors.append(f"audit={audit!r}: must be one of {', '.join(map(repr, MODES))}")
     if not isinstance(check_every, int) or not _is_integer(check_every) or check_every < 0:
         errors.append(f"check_every={check_every!r}: must be a number of steps, or 0 to compare never")
     return errors
