@@ -169,7 +169,8 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what belongs to the model as a whole, which no rank runs."""
     outside = outside_layers(model) if listed_layers(model) else {}  # else the model's own forward runs
     never_called = {name or type(model).__name__: module for name, module in outside.items()}
-    hooked = [name for name, module in never_called.items() if _has_hooks(module)]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = [name for name, module in never_called.items() if any(getattr(module, kind) for kind in kinds)]
     if hooked:
         raise UserError(
             f"forward hooks of {', '.join(hooked)}: where a plan runs layer by layer, only layers and what "
@@ -187,12 +188,3 @@ def _check_model(model: nn.Module) -> None:
             f"pipeline: {', '.join(extra)} cannot be brought together from several stages; keep what it "
             "holds in buffers"
         )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
