@@ -13,7 +13,7 @@ from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.save import Saver
 from echelon.state.checkpoint.saved import SavedState, open_whole
-from echelon.state.ownership import OwnedSlice, Slice
+from echelon.state.ownership import OwnedSlice
 
 
 @final
@@ -39,12 +39,9 @@ class Checkpointing(StepObserver):
         self, path: str | Path, extra: Mapping[str, Any], options: SaveOptions, *, copy_behind: bool
     ) -> None:
         if copy_behind and self._runner.updates_last:
-            options = options._replace(later=self._changes_with_update)
+            # Buffers, and whatever else is saved, may change in the forward pass.
+            options = options._replace(later=lambda box: box.name in self._state.names.parameters)
         self._saver.save(path, *self.saved_state(extra), options)
-
-    def _changes_with_update(self, box: Slice) -> bool:
-        """Buffers, and whatever else is saved, may change in the forward pass."""
-        return box.name in self._state.names.parameters
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
         self._synchronize()

@@ -115,7 +115,10 @@ def _export_merged(
     layout = weight_layout(form)
     inner = adapted_model(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is inner), "")
-    layer_of = {name: _enclosing(name, layers) for name in layout.needed_names()}
+    layer_of = {  # the adapted layer that a tensor of the merged model belongs to
+        name: next((plain for plain in layers if name.startswith(f"{plain}.")), None)
+        for name in layout.needed_names()
+    }
     sources: dict[str, list[str]] = {}
     for name, plain in layer_of.items():
         if plain is None:
@@ -136,11 +139,6 @@ def _export_merged(
 
     whole = form.state_dict(keep_vars=True)
     _write_model(form, whole, layout, fetch, folder, shard_bytes, partial(stream.write, rank=rank))
-
-
-def _enclosing(name: str, layers: Mapping[str, str]) -> str | None:
-    """Return the adapted layer that a tensor of the merged model belongs to."""
-    return next((plain for plain in layers if name.startswith(f"{plain}.")), None)
 
 
 def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dict[str, Tensor]:

@@ -36,8 +36,7 @@ from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.saved import SavedState, number_errors, numbers_of
 from echelon.state.ownership import AVERAGE, MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.layout import whole
-from echelon.update.optim.needs import inner_optimizers
-from echelon.update.optim.optimizer_state import state_forms
+from echelon.update.optim.optimizer_state import owner_of, state_forms
 from echelon.update.update import Update
 
 
@@ -84,17 +83,6 @@ class Loading(NamedTuple):
 
     @torch.no_grad()
     def _read(self) -> None:
-        self._read_weights()
-        for each in (*self.state.buffers(), *self.state.temporary_buffers()):
-            is_saved = each.slice.part in self.saved.parts(each.slice.name)
-            if is_saved and not each.slice.name.endswith(EXTRA_STATE):
-                self.saved.read(each.slice, each.tensor)
-        for name, module in extra_state_modules(self.state.module).items():
-            is_plain = JSON in self.saved.parts(name)
-            module.set_extra_state(self._plain(name, JSON) if is_plain else self._whole(name, VALUE))
-        self.state.update.load(self.saved, self.state.in_whole, state=self.optimizer)
-
-    def _read_weights(self) -> None:
         for sharing in dict.fromkeys(self.state.local.sharings):
             for each in sharing.first_weights():
                 boxes = self.state.in_whole(each)
@@ -103,6 +91,14 @@ class Loading(NamedTuple):
                 for box in boxes:
                     part = self.saved.value_part(box.slice.name, box.tensor.dtype)
                     self.saved.read(box.slice._replace(part=part), box.tensor)
+        for each in (*self.state.buffers(), *self.state.temporary_buffers()):
+            is_saved = each.slice.part in self.saved.parts(each.slice.name)
+            if is_saved and not each.slice.name.endswith(EXTRA_STATE):
+                self.saved.read(each.slice, each.tensor)
+        for name, module in extra_state_modules(self.state.module).items():
+            is_plain = JSON in self.saved.parts(name)
+            module.set_extra_state(self._plain(name, JSON) if is_plain else self._whole(name, VALUE))
+        self.state.update.load(self.saved, self.state.in_whole, state=self.optimizer)
 
     def restore(self, runner: StepRunner) -> None:
         """Give the engine what is no tensor of its own: options, counters, and, under the plan that saved
@@ -118,17 +114,14 @@ class Loading(NamedTuple):
         runner.restore(numbers)
         state.counter.restore(numbers)
         if (saved.plan, saved.ranks) == (str(plan), plan.ranks):
-            self._restore_learned(f"rank {state.mesh.rank}")
-            self._restore_random()
+            self._restore_own(state.mesh.rank, state.mesh.device)
 
-    def _restore_learned(self, part: str) -> None:
-        if part in self.saved.parts(LEARNED):
-            with self._refusing_strangers(LEARNED):
-                restore_learned_order(self.state.local, self._plain(LEARNED, part))
-
-    def _restore_random(self) -> None:
+    def _restore_own(self, rank: int, device: torch.device) -> None:
         """Random states are there if nothing was seeded."""
-        parts, rank, device = self.saved.parts(RANDOM), self.state.mesh.rank, self.state.mesh.device
+        if f"rank {rank}" in self.saved.parts(LEARNED):
+            with self._refusing_strangers(LEARNED):
+                restore_learned_order(self.state.local, self._plain(LEARNED, f"rank {rank}"))
+        parts = self.saved.parts(RANDOM)
         with self._refusing_strangers(RANDOM):
             if f"cpu of rank {rank}" in parts:
                 torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {rank}"))
@@ -272,43 +265,28 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
     by_keys: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[str]] = {}
     forms: dict[object, set[str] | None] = {}
     for name, tensor in update.updated_tensors():
-        stored = _state_keys(saved, name)
+        parts = saved.manifest.tensors.get(name, {}).keys() - {VALUE, MASTER, AVERAGE}
+        stored = {*parts, *saved.manifest.state_numbers.get(name, {})}
         if not stored:  # never updated
             continue
         # Statistics have the dims of the whole parameter, of which a flat part may be here.
-        kind, group = _group_of(update.optimizer, tensor)
-        place = (group, tensor.dim(), len(saved.parts(name)[VALUE].shape), tensor.dtype, tensor.device)
+        inner, group = owner_of(update.optimizer, tensor) or (update.optimizer, None)
+        dims = tensor.dim(), len(saved.parts(name)[VALUE].shape)
+        place = (id(group), *dims, tensor.dtype, tensor.device)
         if place not in forms:
             made = state_forms(update.optimizer, tensor)
             forms[place] = None if made is None else set(made)
         here = forms[place]
         if here is not None and here != stored:
-            by_keys.setdefault((tuple(sorted(stored)), tuple(sorted(here)), kind), []).append(name)
+            key = (tuple(sorted(stored)), tuple(sorted(here)), type(inner).__name__)
+            by_keys.setdefault(key, []).append(name)
     return [
-        f"the checkpoint has {_and(stored)} of {names[0]}{_more(names)}, and the optimizer here, {kind}, "
-        f"keeps {_and(here)}; use the optimizer that saved it, or let this one begin: "
-        "load(path, optimizer=False)"
+        f"the checkpoint has {_and(stored)} of {names[0]}"
+        f"{f' and {len(names) - 1} more' if names[1:] else ''}, and the optimizer here, {kind}, keeps "
+        f"{_and(here)}; use the optimizer that saved it, or let this one begin: load(path, optimizer=False)"
         for (stored, here, kind), names in by_keys.items()
     ]
 
 
-def _group_of(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> tuple[str, int]:
-    """Return the name of the optimizer that updates a tensor, and its group."""
-    for each in inner_optimizers(optimizer):
-        for group in each.param_groups:
-            if any(parameter is tensor for parameter in group["params"]):
-                return type(each).__name__, id(group)
-    return type(optimizer).__name__, 0
-
-
-def _state_keys(saved: SavedState, name: str) -> set[str]:
-    parts = saved.manifest.tensors.get(name, {}).keys() - {VALUE, MASTER, AVERAGE}
-    return {*parts, *saved.manifest.state_numbers.get(name, {})}
-
-
 def _and(keys: Collection[str]) -> str:
     return ", ".join(keys) or "nothing"
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
