@@ -191,7 +191,7 @@ def shape_of_sample(task: Task, sample_batch: Any) -> tuple[ModelShape, int]:
 
 def refusal(task: Task, text: str) -> str | None:
     """Why the model cannot be divided as a plan says, if so: found on a copy without memory."""
-    from echelon.engine.dry_run.pretended import EqualMesh  # which imports parallelize
+    from echelon.engine.dry_run.dry_run import EqualMesh  # which imports parallelize
 
     try:
         plan = Plan.parse(text)
