@@ -96,11 +96,7 @@ class LoopCalls(EngineCore):
         return self._own_passes.forward(args, kwargs)
 
     def backward(
-        self,
-        loss: Tensor | Sum,
-        *others: "LoopCalls",
-        count: float | None = None,
-        retain_graph: bool = False,
+        self, loss: Tensor | Sum, *others: "LoopCalls", count: float | None = None, retain_graph: bool = False
     ) -> None:
         """Add the gradients of a loss of what this engine, and others, have returned.
 

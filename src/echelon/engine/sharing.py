@@ -117,11 +117,7 @@ def _by_unit(plan: Plan, group: Group) -> bool:
 
 
 def share(
-    parameter_set: ParameterSet,
-    plan: Plan,
-    wrapping: Wrapping,
-    prefetch: int,
-    host: HostPlace | None = None,
+    parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int, host: HostPlace | None = None
 ) -> Sharing:
     """Choose how the ranks of a set hold it, and agree on its gradients."""
     in_backward, is_single = plan.update != "step", parameter_set.group.size == 1

@@ -205,11 +205,7 @@ def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module,
-    plan: Plan,
-    sharings: Iterable[Sharing],
-    in_whole: InWhole,
-    source: WeightSource | None,
+    model: nn.Module, plan: Plan, sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource | None
 ) -> None:
     """Give the weights that this rank holds their values, if they come from a source; at most one whole
     tensor is there at a time."""

@@ -45,10 +45,7 @@ class Surroundings:
         self._modules, self._view = modules, settings.view
         self._numbers: Mapping[NumberSlot, Any] = integer_attributes(modules)
         self._length, self._shared = self._view.true_length, self._view.shared
-        self._generators = [
-            GeneratorStates.of_torch(settings.device),
-            GeneratorStates.of_others(modules),
-        ]
+        self._generators = [GeneratorStates.of_torch(settings.device), GeneratorStates.of_others(modules)]
 
     def finish(self) -> None:
         """The first run is over: what it did not change is not needed."""

@@ -155,9 +155,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def make_local(
-    make: Make,
-    parameters: Sequence[nn.Parameter],
-    held: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+    make: Make, parameters: Sequence[nn.Parameter], held: Mapping[nn.Parameter, Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """The optimizer that `make` makes of `parameters`, each replaced by the parts that are `held` of it."""
     optimizer = make_whole(make, parameters)

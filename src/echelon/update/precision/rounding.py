@@ -24,12 +24,7 @@ from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make
 from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, without_memory
-from echelon.update.precision.stepper import (
-    LocalStepper,
-    copy_all,
-    takes_portions,
-    with_gradients,
-)
+from echelon.update.precision.stepper import LocalStepper, copy_all, takes_portions, with_gradients
 
 
 class ElementRuns(NamedTuple):

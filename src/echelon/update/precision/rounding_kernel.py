@@ -60,14 +60,7 @@ def _mix(number):  # type: ignore[no-untyped-def]
 # What changes from call to call is not specialized: Triton would compile again.
 @triton.jit(do_not_specialize=["key", "length", "num_tiles"])  # type: ignore[untyped-decorator, unused-ignore]
 def _round(  # type: ignore[no-untyped-def]
-    target,
-    source,
-    key,
-    in_part,
-    in_whole,
-    length,
-    num_tiles,
-    words: tl.constexpr,
+    target, source, key, in_part, in_whole, length, num_tiles, words: tl.constexpr
 ):
     program = tl.program_id(0)
     run, tile = program // num_tiles, program % num_tiles
