@@ -230,10 +230,8 @@ def check_model(model: nn.Module, plan: Plan, clip: float | None, loss_scale: ob
 
 
 def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True) -> None:
-    """Refuse what the user's function made of `parameters`, where it cannot train them.
-
-    Of a part of the model (not `whole`) it may leave out everything.
-    """
+    """Refuse what the user's function made of `parameters`, where it cannot train them. Of a part of the
+    model (not `whole`) it may leave out everything."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"the optimizer function returned a {type(optimizer).__name__}: it must return a "

@@ -46,10 +46,8 @@ class StageSplit(NamedTuple):
 def split_stages(
     model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_layers: bool
 ) -> StageSplit:
-    """Split the model (before these layers, or evenly) and drop the stages of other ranks.
-
-    `by_layers`: even a single stage runs layer by layer, and not the model's own forward.
-    """
+    """Split the model (before these layers, or evenly) and drop the stages of other ranks. `by_layers`: even
+    a single stage runs layer by layer, and not the model's own forward."""
     split = _split(model, mesh, boundaries, by_layers=by_layers)
     mark_split(model, mesh.plan, split.temporary_buffers)
     return split

@@ -57,9 +57,8 @@ def convert(
     model: nn.Module, device: torch.device, dtype: torch.dtype, *, has_values: bool = True
 ) -> nn.Module:
     """The model on the device, its real numbers in `dtype`; integers and complex numbers stay what they are,
-    and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token.
-
-    A model that gets its values later loses those that it has; it gets the types alone."""
+    and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token. A
+    model that gets its values later loses those that it has; it gets the types alone."""
     kept = {id(buffer) for buffer in frequencies(model)}
     target = device if has_values else torch.device("meta")
     if not has_values:  # nor do the parameters that have some among those that have none
@@ -77,10 +76,8 @@ def convert(
 def start_equal(
     model: nn.Module, group: Group, device: torch.device, source: WeightSource | None = None
 ) -> None:
-    """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal.
-
-    Of a deferred model: the seed of the parameters, which are filled later, and the buffers.
-    """
+    """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal. Of a
+    deferred model: the seed of the parameters, which are filled later, and the buffers."""
     _check_same_model(model, group, device, source)
     if source is None:
         _broadcast([*model.parameters(), *model.buffers()], group)
@@ -168,9 +165,7 @@ def give_buffers(model: nn.Module, source: WeightSource, device: torch.device) -
 
 def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
     """Bring the parameters that are on the meta device to that of this rank. They stay the same objects.
-
-    Where ZeRO shards them it gives them memory, unit by unit; until then they take none.
-    """
+    Where ZeRO shards them it gives them memory, unit by unit; until then they take none."""
     modules = list(modules)
     experts = {p for module in modules for p in experts_of(module)}
     with _without_weak_references(modules):

@@ -152,10 +152,8 @@ def trace_text(ranks: Sequence[dict[str, Any]], plan: str) -> str:
 
 
 def _shifts(ranks: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds to add to times of each rank. Ranks of one host have one clock, and its shift.
-
-    They are from the first host's clock: seconds since 1970 have no digits left for parts of a microsecond.
-    """
+    """Seconds to add to times of each rank. Ranks of one host have one clock, and its shift. They are from
+    the first host's clock: seconds since 1970 have no digits left for parts of a microsecond."""
     of_host: dict[str, float] = {}
     for row in ranks:
         of_host.setdefault(row["host"], row["epoch"] - ranks[0]["epoch"])

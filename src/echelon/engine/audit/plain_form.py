@@ -133,10 +133,8 @@ class PlainForm:
         self, whole: Mapping[str, Tensor], device: torch.device, *, fresh: bool = False
     ) -> Iterator[dict[str, nn.Parameter]]:
         """Inside, the model is plain; `whole` has what is `missing`. Yields the trained parameters by name.
-
         `fresh`: parameters are other objects in the same memory, so that `backward` fills other gradients. A
-        loss that holds a parameter itself then trains it no more.
-        """
+        loss that holds a parameter itself then trains it no more."""
         parameters = self._parameters(whole, device, fresh=fresh)
         clones: dict[int, Tensor] = {}
         with ExitStack() as stack, torch.no_grad():

@@ -99,11 +99,9 @@ class EqualRanks(RecordingGroup):
 
 @final
 class EqualPipelines(EqualRanks):
-    """The ranks of a pipeline, with the messages between its stages.
-
-    `descriptions`: the texts that are received, by the content of the message. None: to wait for one raises
-    `SilenceError`, and `sent` is what was sent until then.
-    """
+    """The ranks of a pipeline, with the messages between its stages. `descriptions`: the texts that are
+    received, by the content of the message. None: to wait for one raises `SilenceError`, and `sent` is what
+    was sent until then."""
 
     def __init__(self, axis: str, rank: int = 0, size: int = 1, ledger: Ledger | None = None) -> None:
         super().__init__(axis, rank, size, ledger)

@@ -153,11 +153,8 @@ def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dic
 
 
 class _Stream:
-    """Whole tensors for rank 0 in one order; every rank brings its parts of each.
-
-    A rank that fails inside a tensor leaves the others there. It brings nothing more: they would take the
-    next tensor for this one.
-    """
+    """Whole tensors for rank 0 in one order; every rank brings its parts of each. A rank that fails inside a
+    tensor leaves the others there. It brings nothing more: they would take the next tensor for this one."""
 
     def __init__(self, assembly: Assembly, names: StateNames, sources: Mapping[str, list[str]]) -> None:
         """`sources`: what is fetched together, in order → names of the state dict."""

@@ -122,11 +122,9 @@ class PassedTensor(Tensor):
 
 @final
 class WholeModel:
-    """Makes the model of an engine whole, for a time. All ranks must make the same calls.
-
-    What a rank holds whole is not copied: the model has other parameters in the same memory. What it lacks is
-    put together from all ranks, and is gone with the context.
-    """
+    """Makes the model of an engine whole, for a time. All ranks must make the same calls. What a rank holds
+    whole is not copied: the model has other parameters in the same memory. What it lacks is put together from
+    all ranks, and is gone with the context."""
 
     def __init__(self, form: PlainForm, state: EngineState, tensors: WholeTensors) -> None:
         self._form, self._state, self._tensors = form, state, tensors

@@ -83,11 +83,9 @@ def _spared(available: int | None) -> int | None:
 @final
 class ActivationOffload(StepObserver):
     """Copies of one rank between device and host: stores groups behind the forward pass, one at a time, and
-    fetches them ahead of the backward pass.
-
-    `immediate`: the stages whose backward pass follows the forward pass at once, so that what the last layer
-    and the loss save stays; and how many layers each of them calls.
-    """
+    fetches them ahead of the backward pass. `immediate`: the stages whose backward pass follows the forward
+    pass at once, so that what the last layer and the loss save stays; and how many layers each of them
+    calls."""
 
     def __init__(
         self,
@@ -184,10 +182,8 @@ class ActivationOffload(StepObserver):
 
 @final
 class OffloadedLayer(Wrapper):
-    """Marks where a layer begins and ends. A copy of a model is called as if it were not there.
-
-    `weights`: returns the storages of its parameters and buffers now.
-    """
+    """Marks where a layer begins and ends. A copy of a model is called as if it were not there. `weights`:
+    returns the storages of its parameters and buffers now."""
 
     entry: ClassVar[str] = "offload"
 

@@ -25,10 +25,8 @@ Forms = Mapping[str, Any]  # by key: a tensor, of at most one element, or a numb
 def state_forms(
     optimizer: torch.optim.Optimizer, tensor: nn.Parameter, *, fused: bool = False
 ) -> Forms | None:
-    """The state that the optimizer makes of a tensor, as small as it can be; None if it is unknown.
-
-    `fused`: its kernel is chosen for each update (offload=optimizer).
-    """
+    """The state that the optimizer makes of a tensor, as small as it can be; None if it is unknown. `fused`:
+    its kernel is chosen for each update (offload=optimizer)."""
     owner = owner_of(optimizer, tensor)
     return None if owner is None else _forms(*owner, tensor, fused=fused)
 
@@ -120,10 +118,8 @@ def load_state(
     *,
     fused: bool = False,
 ) -> None:
-    """Replace the state of `updated`, of which memory has these strides.
-
-    `whole_parts`: state that belongs to the whole parameter, whatever is here of it.
-    """
+    """Replace the state of `updated`, of which memory has these strides. `whole_parts`: state that belongs to
+    the whole parameter, whatever is here of it."""
     before = optimizer.state.pop(updated, {})
     if not saved.state_parts and not saved.numbers:
         return  # never updated

@@ -196,10 +196,8 @@ class DirectStepper(LocalStepper):
 
 @final
 class MasterStepper(LocalStepper):
-    """The optimizer works on float32 copies of the weights, which share one memory.
-
-    They are made for the first update: until then they are what the weights are, and take no memory.
-    """
+    """The optimizer works on float32 copies of the weights, which share one memory. They are made for the
+    first update: until then they are what the weights are, and take no memory."""
 
     def __init__(
         self,

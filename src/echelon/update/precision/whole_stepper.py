@@ -95,11 +95,9 @@ _Boxes = list[tuple[int, Tensor]]  # each with the rank that it goes to, or come
 
 @final
 class WholeStepper(Stepper):
-    """The optimizer works on whole parameters, each on one of the ranks that hold it.
-
-    `masters`: they stay here between updates, in float32. Else they are put together for each update; with
-    `rounding` in float32, and what goes back is rounded.
-    """
+    """The optimizer works on whole parameters, each on one of the ranks that hold it. `masters`: they stay
+    here between updates, in float32. Else they are put together for each update; with `rounding` in float32,
+    and what goes back is rounded."""
 
     def __init__(
         self,
