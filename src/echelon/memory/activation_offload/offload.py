@@ -67,17 +67,18 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping, obse
         for number in local.stages
         if backward_follows(local.program, number) and not local.program.halves
     }
-    pool = HostPool(mesh.boundary, lambda: _spared(mesh.free_host_memory()))
+
+    def spared() -> int | None:
+        free = mesh.free_host_memory()
+        return None if free is None else free - total_memory() // _SPARED
+
+    pool = HostPool(mesh.boundary, spared)
     owner = f"plan '{mesh.plan}': activations of rank {mesh.rank}"
     offload = ActivationOffload(mesh.boundary, mesh.ledger, mesh.device, pool, immediate, owner)
     observers.add(offload, outermost=True)  # what layers drop, and compute again, is not copied
     for layer in (layer for each in layers.values() for layer in each):
         weights = partial(weight_storages, list(layer.modules()))
         wrapping.wrap(OffloadedLayer(layer, offload, weights))
-
-
-def _spared(available: int | None) -> int | None:
-    return None if available is None else available - total_memory() // _SPARED
 
 
 @final
