@@ -9,12 +9,10 @@ from echelon.collectives import Ledger
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
 from echelon.engine.audit.drift import DriftCheck, find_copies
-from echelon.engine.loops.loop import OwnLoop
-from echelon.engine.loops.passes import OwnPasses
+from echelon.engine.own_loop import OwnLoop, OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
-from echelon.engine.saving.whole_model import WholeModel
-from echelon.engine.saving.whole_tensors import WholeTensors
+from echelon.engine.saving.whole_model import WholeModel, WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from echelon.engine.traces.trace_file import COMMUNICATION
+from echelon.engine.trace import COMMUNICATION
 from echelon.program import Instruction, Op
 from echelon.report.run_files import finite, whole
 

@@ -14,7 +14,8 @@ import echelon
 from echelon.engine import Engine
 from echelon.engine.audit import one_device
 from echelon.engine.audit.gradient_comparison import share_gradients
-from echelon.engine.audit.weight_stream import WeightStream, layer_sizes
+from echelon.engine.audit.one_device import WeightStream
+from echelon.engine.audit.plain_form import layer_sizes
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
 from tests.cases import mean_loss, sgd

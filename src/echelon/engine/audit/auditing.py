@@ -20,13 +20,7 @@ from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit import AuditResult, Mode
-from echelon.engine.audit.audit_batch import (
-    NUM_TRAITS,
-    GivenBatch,
-    sample_traits,
-    shown_traits,
-    shows_known,
-)
+from echelon.engine.audit.audit_batch import NUM_TRAITS, GivenBatch, sample_traits, shown_traits, shows_known
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference

@@ -116,7 +116,10 @@ def _export_merged(
     layout = weight_layout(form)
     inner = adapted_model(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is inner), "")
-    layer_of = {name: _enclosing(name, layers) for name in layout.needed_names()}
+    layer_of = {  # the adapted layer that a tensor of the merged model belongs to
+        name: next((plain for plain in layers if name.startswith(f"{plain}.")), None)
+        for name in layout.needed_names()
+    }
     sources: dict[str, list[str]] = {}
     for name, plain in layer_of.items():
         if plain is None:
@@ -139,11 +142,6 @@ def _export_merged(
     _write_model(form, whole, layout, fetch, folder, shard_bytes, partial(stream.write, rank=rank))
 
 
-def _enclosing(name: str, layers: Mapping[str, str]) -> str | None:
-    """Return the adapted layer that a tensor of the merged model belongs to."""
-    return next((plain for plain in layers if name.startswith(f"{plain}.")), None)
-
-
 def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dict[str, Tensor]:
     """Return the state dict with tensors of the meta device; of tied tensors one. What is no tensor stays."""
     whole: dict[str, Tensor] = {name: assembly.like((name, part)) for name, part in assembly}
@@ -156,11 +154,8 @@ def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dic
 
 
 class _Stream:
-    """Whole tensors for rank 0 in one order; every rank brings its parts of each.
-
-    A rank that fails inside a tensor leaves the others there. It brings nothing more: they would take the
-    next tensor for this one.
-    """
+    """Whole tensors for rank 0 in one order; every rank brings its parts of each. A rank that fails inside a
+    tensor leaves the others there. It brings nothing more: they would take the next tensor for this one."""
 
     def __init__(self, assembly: Assembly, names: StateNames, sources: Mapping[str, list[str]]) -> None:
         """`sources`: what is fetched together, in order → names of the state dict."""

@@ -85,7 +85,7 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
 
 
 @triton.jit
-def _mix(number):  # type: ignore[no-untyped-def]
+def mix(number):  # type: ignore[no-untyped-def]
     """Hash unsigned numbers: splitmix64."""
     number ^= number >> _SHIFT_1
     number *= _FACTOR_1
@@ -121,14 +121,14 @@ def _drop(  # type: ignore[no-untyped-def]
     run, sample = row % num_runs, row // num_runs
     first = tl.load(first_sample) if first_on_device else first_sample
     number = tl.load(key) if key_on_device else key
-    sample_key = _mix(_unsigned(number) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
+    sample_key = mix(_unsigned(number) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
 
     outer = run // inner
     outer = outer.to(tl.int64) if indices is None else tl.load(indices + outer).to(tl.int64)
     begin = ((outer * inner + run % inner) * ranks + rank) * length
     first_word = (begin >> 1) + tile.to(tl.int64) * words
     counters = _unsigned(first_word) * _WEYL + tl.arange(0, words).to(tl.uint64) * _WEYL
-    hashes = _mix(sample_key + counters)
+    hashes = mix(sample_key + counters)
     bits = tl.interleave(hashes.to(tl.int32), (hashes >> 32).to(tl.int32))
 
     offsets = tile * (2 * words) + tl.arange(0, 2 * words)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import UserError
-from echelon.engine.loops.outputs import join_rows
+from echelon.engine.outputs import join_rows
 from echelon.launching import Ranks
 from echelon.models import cross_entropy
-from tests.engine.loops.test_loop import batches, model, sgd
+from tests.engine.test_own_loop import batches, model, sgd
 
 Warm = Callable[[int], Ranks]
 

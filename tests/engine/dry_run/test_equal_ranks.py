@@ -7,7 +7,7 @@ import torch
 
 from echelon.collectives import about_content
 from echelon.collectives.mesh import Mesh, pretending, this_device
-from echelon.engine.dry_run.pretended import EqualMesh, EqualPipelines, EqualRanks, SilenceError
+from echelon.engine.dry_run.dry_run import EqualMesh, EqualPipelines, EqualRanks, SilenceError
 from echelon.plan import Plan
 
 
