@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from echelon.errors import UserError
 from echelon.program import rules
-from echelon.program.instruction import COMPUTE, Instruction, Op, Position, Program, walk
+from echelon.program.instruction import COMPUTE, Instruction, Op, Program
+from echelon.program.readiness import Position, walk
 from echelon.program.rules import ProgramError
 from echelon.program.simulate import Span
 from echelon.program.text import Grid, draw, line_text
