@@ -106,14 +106,9 @@ class LayerSharding:
         group = self._mesh.group("tensor")
         if group.size == 1:
             return None
+        sequence, joins = self._mesh.plan.sequence, split_loss(loss) is None
         return split_over(
-            model,
-            group,
-            tensor_table,
-            wrapping,
-            sequence=self._mesh.plan.sequence,
-            whole_sequence=before,
-            join_logits=split_loss(loss) is None,
+            model, group, tensor_table, wrapping, sequence=sequence, whole_sequence=before, join_logits=joins
         )
 
     def _loss(self, loss: Loss) -> Loss:
