@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from echelon.errors import UserError
 from echelon.plan import FLUSHED_SCHEDULES, SCHEDULES
 from echelon.program import Costs, Instruction, Op, Program, Span, Timeline, build, simulate
-from echelon.program.instruction import RECEIVES, walk
+from echelon.program.instruction import RECEIVES
+from echelon.program.readiness import walk
 from echelon.program.simulate import bubble_of, measured_costs, seconds_of, work_spans
 from tests.program.cases import Shape, program_of, shapes
 

@@ -272,15 +272,8 @@ class _Scratch:
 
 # Gloo moves these types. It moves others as bytes, which can be copied but not reduced.
 MOVED_TYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
 
 

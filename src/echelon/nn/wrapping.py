@@ -18,21 +18,8 @@ from torch.utils.hooks import RemovableHandle
 # Every entry, innermost first. Hooks lie outside of all that replaces the forward; they are called in the
 # order in which they were set.
 STACK = (
-    "float64",
-    "batch norm",
-    "dropout",
-    "expert",
-    "float8",
-    "tensor",
-    "accumulate",
-    "compress",
-    "compile",
-    "head",
-    "recompute",
-    "offload",
-    "sequence",
-    "gather",
-    "stage",
+    *("float64", "batch norm", "dropout", "expert", "float8", "tensor", "accumulate", "compress"),
+    *("compile", "head", "recompute", "offload", "sequence", "gather", "stage"),
 )
 GUARD = "guard"  # hooks for calls between steps, which change nothing in a step and are not listed
 

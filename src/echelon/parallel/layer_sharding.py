@@ -27,21 +27,13 @@ from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel import sequence_checks
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.expert.split import spread_experts
 from echelon.parallel.own_loss import ObjectiveLoss, in_float32
 from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
-from echelon.parallel.sequence_checks import (
-    check_gate_padding,
-    check_heads,
-    check_masks,
-    check_positions,
-    check_split,
-    check_weight_masks,
-    classes_not_causal,
-)
 from echelon.parallel.tensor.modules import number_layers, split_loss
 from echelon.parallel.tensor.split import Sharded, split_over
 from echelon.parallel.tensor.styles import Table
@@ -74,20 +66,20 @@ class LayerSharding:
         self._mesh, self._context = mesh, mesh.group("context")
         self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
         layers = _layers(model, mesh) if self.by_layers else []
-        check_positions(layers, mesh.plan)
-        check_heads(model, mesh.plan)
-        check_masks(model, mesh.plan)
+        sequence_checks.check_positions(layers, mesh.plan)
+        sequence_checks.check_heads(model, mesh.plan)
+        sequence_checks.check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
         self._before = frozenset(before)
         self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
-        not_causal = classes_not_causal(model, layers[1:])
+        not_causal = sequence_checks.classes_not_causal(model, layers[1:])
         has_experts = mesh.plan.expert > 1
         self._expert_shards = spread_experts(model, mesh.group("expert"), wrapping) if has_experts else {}
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         check_parts(model, mesh.plan)
         if mesh.plan.sequence:
             assert self.sharded is not None
-            check_split(model, before, self.sharded, mesh.plan)
+            sequence_checks.check_split(model, before, self.sharded, mesh.plan)
         self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
         self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
         # Whether the last layer returns this rank's part of the vocabulary, for a loss of parts.
@@ -113,14 +105,9 @@ class LayerSharding:
         group = self._mesh.group("tensor")
         if group.size == 1:
             return None
+        sequence, joins = self._mesh.plan.sequence, split_loss(loss) is None
         return split_over(
-            model,
-            group,
-            tensor_table,
-            wrapping,
-            sequence=self._mesh.plan.sequence,
-            whole_sequence=before,
-            join_logits=split_loss(loss) is None,
+            model, group, tensor_table, wrapping, sequence=sequence, whole_sequence=before, join_logits=joins
         )
 
     def _loss(self, loss: Loss) -> Loss:
@@ -269,9 +256,9 @@ class LayerSharding:
         length = self._padding.true_length(batch)
         if length is not None:
             by_heads = [] if self.sharded is None else self.sharded.by_heads
-            check_weight_masks(by_heads, self._mesh.plan, length)
+            sequence_checks.check_weight_masks(by_heads, self._mesh.plan, length)
             if self._routes_padding:
-                check_gate_padding(self._mesh.plan, length)
+                sequence_checks.check_gate_padding(self._mesh.plan, length)
             batch = self._padding.pad(batch, length)
         inputs, targets = batch
         if self._context.size > 1:

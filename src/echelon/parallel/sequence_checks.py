@@ -28,14 +28,8 @@ from echelon.parallel.tensor.split import Sharded
 from echelon.plan import Plan
 
 _MIXERS = (
-    nn.MultiheadAttention,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.RNNBase,
-    nn.GroupNorm,
+    *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase, nn.GroupNorm),
     _NormBase,  # of batches and instances
 )
 

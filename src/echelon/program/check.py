@@ -8,18 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
-from echelon.program.instruction import COMPUTE, Instruction, Op, Position, Program, walk
-from echelon.program.rules import (
-    ProgramError,
-    find_copy_errors,
-    find_deadlocks,
-    find_duplicates,
-    find_misplaced,
-    find_missing_backwards,
-    find_missing_forwards,
-    find_unmatched_transfers,
-    find_unmet_needs,
-)
+from echelon.program import rules
+from echelon.program.instruction import COMPUTE, Instruction, Op, Program
+from echelon.program.readiness import Position, walk
+from echelon.program.rules import ProgramError
 from echelon.program.simulate import Span
 from echelon.program.text import Grid, draw, line_text
 from echelon.quantities import counted
@@ -176,14 +168,14 @@ _WIDTH, _MOST_BLOCKS, _MOST_RANKS = 100, 3, 16
 _MOST_REPORTED = 1000
 
 _ALWAYS: tuple[Rule, ...] = (
-    find_duplicates,
-    find_missing_forwards,
-    find_unmet_needs,
-    find_unmatched_transfers,
+    rules.find_duplicates,
+    rules.find_missing_forwards,
+    rules.find_unmet_needs,
+    rules.find_unmatched_transfers,
     find_version_errors,
     find_gather_errors,
 )
-_TRAINING: tuple[Rule, ...] = (find_missing_backwards, find_update_errors, find_copy_errors)
+_TRAINING: tuple[Rule, ...] = (rules.find_missing_backwards, find_update_errors, rules.find_copy_errors)
 
 
 def find_errors(program: Program, *, training: bool = True) -> list[ProgramError]:
@@ -192,11 +184,11 @@ def find_errors(program: Program, *, training: bool = True) -> list[ProgramError
     Misplaced instructions are reported alone, because the other rules assume that there are none. Deadlocks
     are reported if nothing else is wrong: a missing send would be reported twice.
     """
-    misplaced = list(find_misplaced(program))
+    misplaced = list(rules.find_misplaced(program))
     if misplaced:
         return misplaced
-    rules = [*_ALWAYS, *(_TRAINING if training else ())]
-    return [error for rule in rules for error in rule(program)] or list(find_deadlocks(program))
+    every = [*_ALWAYS, *(_TRAINING if training else ())]
+    return [error for rule in every for error in rule(program)] or list(rules.find_deadlocks(program))
 
 
 def check(program: Program, *, training: bool = True, lines: Mapping[int, int] | None = None) -> None:
@@ -250,7 +242,7 @@ def _sketch(program: Program, marked: set[Position]) -> dict[Position, Span]:
         if clock[rank] > start:
             spans[rank, index] = Span(rank, start, clock[rank], instruction)
 
-    if not any(find_misplaced(program)):
+    if not any(rules.find_misplaced(program)):
         for rank, index, causes in walk(program):
             clock[rank] = max([clock[rank], *(ends[cause] for cause in causes)])
             put(rank, index)

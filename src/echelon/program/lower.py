@@ -13,19 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from echelon.program.instruction import (
-    BACKWARDS,
-    COMPUTE,
-    COPIES,
-    GRADIENT,
-    RECEIVES,
-    Channel,
-    Instruction,
-    Op,
-    Program,
-    counterpart,
-    input_need,
-)
+from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, Instruction, Op, Program
+from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, counterpart, input_need
 
 Transfer = Instruction | None  # that belongs to a computation
 

@@ -9,22 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from echelon.program.instruction import (
-    BACKWARDS,
-    COMPUTE,
-    COPIES,
-    GRADIENT,
-    RECEIVES,
-    SENDS,
-    Channel,
-    Instruction,
-    Op,
-    Program,
-    counterpart,
-    needs,
-    partners,
-    walk,
-)
+from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, counterpart, needs, partners, walk
 from echelon.program.text import show_instruction
 
 

@@ -13,19 +13,8 @@ from statistics import median
 from typing import NamedTuple
 
 from echelon.errors import UserError
-from echelon.program.instruction import (
-    BACKWARDS,
-    COMPUTE,
-    COPIES,
-    RANK_LEVEL,
-    RECEIVES,
-    SENDS,
-    Instruction,
-    Op,
-    Position,
-    Program,
-    walk,
-)
+from echelon.program.instruction import COMPUTE, COPIES, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.readiness import BACKWARDS, Position, walk
 
 Seconds = int | Fraction | float
 

@@ -178,16 +178,9 @@ class Header(NamedTuple):
         readable: TensorMemory | None = None,
     ) -> "Header":
         """Return the header of operation `number` of its queue; others read `readable` directly, if given."""
-        return cls(
-            number,
-            kind,
-            payload.length,
-            _DTYPE_CODES[payload.dtype],
-            _REDUCTIONS.index(op),
-            source,
-            readable is not None,
-            0 if readable is None else readable.address,
-        )
+        dtype, reduction = _DTYPE_CODES[payload.dtype], _REDUCTIONS.index(op)
+        address = 0 if readable is None else readable.address
+        return cls(number, kind, payload.length, dtype, reduction, source, readable is not None, address)
 
     def matches(self, other: "Header") -> bool:
         """Return whether both describe the same operation; each rank's tensor has an address of its own."""

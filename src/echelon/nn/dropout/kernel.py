@@ -64,17 +64,11 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
     key = signed_key(draw.key)
     if isinstance(key, Tensor) and key.device != x.device:
         key = int(key)
+    indices = None if draw.indices is None else draw.indices.to(x.device).contiguous()
+    bits: int = struct.unpack("<q", struct.pack("<d", draw.scale))[0]
     with on_device_of(x):
         _drop[grid](
-            output,
-            x,
-            key,
-            first,
-            None if draw.indices is None else draw.indices.to(x.device).contiguous(),
-            threshold(draw.p),
-            _bits_of_double(draw.scale),
-            *runs,
-            num_tiles,
+            *(output, x, key, first, indices, threshold(draw.p), bits, *runs, num_tiles),
             whole_words=runs.has_whole_words,
             is_double=x.dtype == torch.float64,
             key_on_device=isinstance(key, Tensor),
@@ -150,8 +144,3 @@ def _drop(  # type: ignore[no-untyped-def]
 def _unsigned(number):  # type: ignore[no-untyped-def]
     """Return the same 64 bits; an argument may have come as 32 of them."""
     return number.to(tl.int64).to(tl.uint64)
-
-
-def _bits_of_double(number: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits

@@ -35,18 +35,8 @@ def lose(
     grid = (len(logits),)
     with on_device_of(logits):
         if part is None:
-            _lose[grid](
-                logits,
-                targets,
-                losses,
-                *sizes,
-                words,
-                1.0 - smoothing,
-                smoothing / words,
-                smooths=smoothing > 0,
-                with_gradient=with_gradient,
-                **options,
-            )
+            arguments = (logits, targets, losses, *sizes, words, 1.0 - smoothing, smoothing / words)
+            _lose[grid](*arguments, smooths=smoothing > 0, with_gradient=with_gradient, **options)
             return
         numbers = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         _add_up[grid](logits, targets, numbers[0], numbers[1], *sizes, part.begin, words, **options)

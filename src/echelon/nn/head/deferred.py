@@ -100,16 +100,9 @@ def defer(
 ) -> Tensor:
     """Stand for F.linear(hidden, weight, bias); of a `part` of a vocabulary, with padding at −inf."""
     tracks = torch.is_grad_enabled()
-    product = _Product(
-        hidden.detach(),
-        weight,
-        bias,
-        part,
-        Wanted(*(tracks and t is not None and t.requires_grad for t in (hidden, weight, bias))),
-        hidden._version,
-        tracks,
-        torch.zeros((), dtype=hidden.dtype, device=hidden.device),
-    )
+    wanted = Wanted(*(tracks and t is not None and t.requires_grad for t in (hidden, weight, bias)))
+    nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+    product = _Product(hidden.detach(), weight, bias, part, wanted, hidden._version, tracks, nothing)
     function: Any = _Deferred
     logits = cast(DeferredLogits, function.apply(hidden, weight, bias, product))
     logits.product, logits.computed = product, None

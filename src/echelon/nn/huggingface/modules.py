@@ -53,14 +53,7 @@ def rms_epsilon(module: Any) -> float | None:
 
 
 # Gemma's multiply by 1 + weight.
-_PLAIN_RMS_NORMS = (
-    "LlamaRMSNorm",
-    "MistralRMSNorm",
-    "Olmo2RMSNorm",
-    "Olmo3RMSNorm",
-    "OlmoeRMSNorm",
-    "Qwen3RMSNorm",
-)
+_PLAIN_RMS_NORMS = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Olmo2", "Olmo3", "Olmoe", "Qwen3")}
 
 
 def draws_by_function(module: Any) -> bool:

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.autograd.leaves import is_hooked
-from echelon.parallel.data.buckets import (
-    convert_gradients,
-    convert_products,
-    keep_products,
-    restore_gradient_dtype,
-    set_gradient_dtype,
-)
+from echelon.parallel.data import buckets
 from echelon.parallel.data.grad_accumulation import Accumulation
 from echelon.parallel.data.parameter_set import Claim, ParameterSet
 from echelon.parallel.data.reducer import Reducer
@@ -103,7 +97,7 @@ class Sharing(ABC):
         self._claim = Claim(parameter_set.parameters)
         self._kept: list[nn.Parameter] = []  # whose gradients are as computed until something is added
         for _, parameter in parameter_set.trained:
-            set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
+            buckets.set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
 
     @abstractmethod
     def local_parameters(self) -> list[LocalParameter]:
@@ -153,11 +147,11 @@ class Sharing(ABC):
         """Gradients of parameters that a backward pass uses once need no conversion before they are summed.
         Hooks of the user see the type of the sum."""
         trained = [p for _, p in self.parameter_set.trained if p in used_once and not is_hooked(p)]
-        self._kept = keep_products(trained)
+        self._kept = buckets.keep_products(trained)
 
     def convert_products(self) -> None:
         """A backward pass may use parameters more often than the first one: autograd must sum in float32."""
-        convert_products(self._kept)
+        buckets.convert_products(self._kept)
         self._kept = []
 
     @abstractmethod
@@ -267,7 +261,7 @@ class Sharing(ABC):
         for _, parameter in self.parameter_set.trained:
             if self._claim.holds(parameter):  # and no later engine
                 parameter.grad = None
-                restore_gradient_dtype(parameter)
+                buckets.restore_gradient_dtype(parameter)
         self._claim.release()
 
 
@@ -310,7 +304,7 @@ class SingleReplica(LocalSum):
         self.start_early_backward()
 
     def start_early_backward(self) -> None:
-        convert_gradients(self._kept)
+        buckets.convert_gradients(self._kept)
 
     def reduce(self) -> None:
         pass

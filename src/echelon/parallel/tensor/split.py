@@ -11,19 +11,8 @@ from echelon.collectives import Group
 from echelon.errors import UserError, raise_errors
 from echelon.nn.dropout.modules import split_features
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.tensor import modules
 from echelon.parallel.tensor.checks import find_errors
-from echelon.parallel.tensor.modules import (
-    Column,
-    EnterFirst,
-    Experts,
-    PartlyWhole,
-    Row,
-    SplitModule,
-    SplitNorm,
-    VocabularyEmbedding,
-    is_matrix,
-    num_outputs,
-)
 from echelon.parallel.tensor.regions import Region
 from echelon.parallel.tensor.styles import Style, Styles, Table, cuts
 from echelon.state.ownership import Shard, part_of, replace_parameters
@@ -31,7 +20,11 @@ from echelon.state.ownership import Shard, part_of, replace_parameters
 _INSIDE = ("heads", "inner", "entered")  # whole on every rank, and used for this rank's part of the work
 
 
-_WRAPPERS: dict[str, type[SplitModule]] = {"norm": SplitNorm, "row": Row, "experts": Experts}
+_WRAPPERS: dict[str, type[modules.SplitModule]] = {
+    "norm": modules.SplitNorm,
+    "row": modules.Row,
+    "experts": modules.Experts,
+}
 
 
 def _is_inside(style: Style) -> bool:
@@ -81,8 +74,8 @@ def split_over(
         number.divide(group.size, wrapping)
     region = Region(group, sequence=sequence)
     first = Region(group, sequence=False) if sequence else region
-    logits = [m for m, style in style_of.items() if style.word == "vocabulary" and is_matrix(m)]
-    vocabulary = max(map(num_outputs, logits), default=None)  # of the largest, before it is split
+    logits = [m for m, style in style_of.items() if style.word == "vocabulary" and modules.is_matrix(m)]
+    vocabulary = max(map(modules.num_outputs, logits), default=None)  # of the largest, before it is split
     names = {parameter: name for name, parameter in model.named_parameters()}
     shards, is_partial = _assign_parameters(model, style_of, partial, group)
     enclosed = _enclosed(style_of)
@@ -164,21 +157,21 @@ def _wrap(
     enters: bool,
 ) -> None:
     """Make the module compute with its part of the weights."""
-    wrapper: SplitModule | None = None
+    wrapper: modules.SplitModule | None = None
     if style.word == "column" and isinstance(module, nn.Embedding):
         return  # it looks up its features of a row, as it is
     if style.whole:
-        wrapper = PartlyWhole(module, region, style, enters=enters)
+        wrapper = modules.PartlyWhole(module, region, style, enters=enters)
     elif style.word == "column":
-        wrapper = Column(module, region, enters=enters)
+        wrapper = modules.Column(module, region, enters=enters)
     elif style.word in _WRAPPERS:
         wrapper = _WRAPPERS[style.word](module, region)
     elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
-        wrapper = VocabularyEmbedding(module, region)
+        wrapper = modules.VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
-        wrapper = Column(module, region, joined=join_logits, vocabulary=num_outputs(module))
+        wrapper = modules.Column(module, region, joined=join_logits, vocabulary=modules.num_outputs(module))
     elif style.word in ("region", "enclosed") and enters:
-        enter = EnterFirst(region, encloses=style.word == "enclosed")
+        enter = modules.EnterFirst(region, encloses=style.word == "enclosed")
         wrapping.before("tensor", module, enter, with_kwargs=True)
         wrapping.after("tensor", module, enter.after)
     if wrapper is not None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from echelon.program import AFTER_FORWARDS, RECEIVES, SENDS, Instruction, Op, Program
-from echelon.program.instruction import counterpart
+from echelon.program.readiness import counterpart
 
 Slot = tuple[int, int]  # stage, microbatch
 

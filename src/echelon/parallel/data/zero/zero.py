@@ -123,14 +123,9 @@ class Zero(Sharing, UnitOwner):
             names = [unit.name for unit in units]
             device = self.parameter_set.device
             self._agreement = GatherAgreement(self._shard_group, self._group, names, device)
+        needs, ledger, root = [unit.needs for unit in units], self._group.ledger, find_root(units)
         self.residency = Residency(
-            self._units,
-            [unit.needs for unit in units],
-            self._prefetch,
-            self._group.ledger,
-            find_root(units),
-            self._agreement,
-            stores=stores,
+            self._units, needs, self._prefetch, ledger, root, self._agreement, stores=stores
         )
         self._uses = None
         if moves:
