@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from echelon.errors import UserError, raise_errors
-from echelon.launching import torchrun
+from echelon.launching import settings, torchrun
 from echelon.launching.channel import Answer, Message, is_launched_rank, pack_call
 from echelon.launching.preloading import deferred_interrupts, fork_server_context
 from echelon.launching.rank_process import (
@@ -27,14 +27,6 @@ from echelon.launching.rank_process import (
     kill_all,
     refuse_while_main_is_imported,
     stop_all,
-)
-from echelon.launching.settings import (
-    FROM_ENVIRONMENT,
-    Deadline,
-    Environment,
-    deadline_seconds,
-    operation_seconds,
-    variables_of,
 )
 from echelon.launching.watch import hang
 from echelon.launching.watch.failure import Failure, RankFailed, RankHung, root_cause
@@ -77,14 +69,14 @@ class Ranks:
         ranks: int,
         *,
         backend: str | None = None,
-        deadline: Deadline = FROM_ENVIRONMENT,
-        environment: Environment | None = None,
+        deadline: settings.Deadline = settings.FROM_ENVIRONMENT,
+        environment: settings.Environment | None = None,
         kills_at_once: bool = False,
     ) -> None:
         refuse_while_main_is_imported()
         _check_arguments(ranks, deadline)
-        overrides = [variables_of(environment, rank) for rank in range(ranks)]
-        self._deadline = deadline_seconds(deadline)
+        overrides = [settings.variables_of(environment, rank) for rank in range(ranks)]
+        self._deadline = settings.deadline_seconds(deadline)
         fork_server_context()  # before there is a folder: it removes those of a process that was killed
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-", dir=get_temp_dir()))
         self._processes: list[RankProcess] = []
@@ -157,7 +149,7 @@ class Ranks:
                 folder=self._folder,
                 server_folder=Path(get_temp_dir()),
                 backend=backend,
-                timeout_seconds=operation_seconds(self._deadline),
+                timeout_seconds=settings.operation_seconds(self._deadline),
                 working_directory=os.getcwd(),
                 environment=dict(os.environ),
                 overrides=overrides[rank],
@@ -255,14 +247,14 @@ class Ranks:
         ]
 
 
-def _check_arguments(ranks: int, deadline: Deadline) -> None:
+def _check_arguments(ranks: int, deadline: settings.Deadline) -> None:
     if is_launched_rank():
         raise UserError("A launched rank cannot launch ranks itself: launch from the script instead.")
     errors = []
     if not isinstance(ranks, int) or ranks < 1:
         errors.append(f"ranks={ranks!r}: must be an integer of at least 1")
     try:
-        deadline_seconds(deadline)
+        settings.deadline_seconds(deadline)
     except UserError as error:
         errors.append(str(error))
     folder = get_temp_dir()  # of this process: made at its first launch
@@ -279,8 +271,8 @@ def launch(
     ranks: int,
     *args: object,
     backend: str | None = None,
-    deadline: Deadline = FROM_ENVIRONMENT,
-    environment: Environment | None = None,
+    deadline: settings.Deadline = settings.FROM_ENVIRONMENT,
+    environment: settings.Environment | None = None,
 ) -> list[T]:
     """Call `fn(*args)` in `ranks` processes of one process group; return the results in rank order.
 

@@ -8,16 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
 from echelon.errors import UserError, raise_errors
+from echelon.launching import settings
 from echelon.launching.channel import is_launched_rank
 from echelon.launching.results import decode, encode
-from echelon.launching.settings import (
-    FROM_ENVIRONMENT,
-    Deadline,
-    Environment,
-    deadline_seconds,
-    operation_seconds,
-    variables_of,
-)
 
 T = TypeVar("T")
 
@@ -29,7 +22,7 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_launched_rank()
 
 
-def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> None:
+def join(backend: str | None = None, deadline: settings.Deadline = settings.FROM_ENVIRONMENT) -> None:
     """Join the process group that the environment describes; select this rank's CUDA device, if there is one.
 
     Does nothing in a plain script (RANK is not set). If this process has a group already, this checks that no
@@ -44,14 +37,14 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
 
     if dist.is_initialized():
         if is_under_torchrun():
-            watchdog.watch_world(deadline_seconds(deadline))
+            watchdog.watch_world(settings.deadline_seconds(deadline))
         group.check_world()
         return
     if "RANK" not in os.environ:
         return
     missing = [name for name in _REQUIRED if name not in os.environ]
     raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
-    seconds = deadline_seconds(deadline)
+    seconds = settings.deadline_seconds(deadline)
     store, rank, ranks = next(rendezvous("env://", timeout=group.timeout(seconds)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from echelon.launching.store_agreement import fresh_store
@@ -59,7 +52,7 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
         store = fresh_store(store, rank, ranks, group.timeout(seconds))
     atexit.register(_leave)
     with watchdog.watching_joining_ranks(store, rank, ranks, seconds):
-        group.init_group(store, rank, ranks, backend, group.timeout(operation_seconds(seconds)))
+        group.init_group(store, rank, ranks, backend, group.timeout(settings.operation_seconds(seconds)))
 
 
 def report_failure(reason: str) -> None:
@@ -75,8 +68,8 @@ def run_among_peers(
     ranks: int,
     args: Sequence[object],
     backend: str | None,
-    deadline: Deadline,
-    environment: Environment | None,
+    deadline: settings.Deadline,
+    environment: settings.Environment | None,
 ) -> list[T]:
     """Run `fn(*args)` in this process. Rank 0 returns all results, others their own and that of rank 0."""
     world = int(os.environ["WORLD_SIZE"])
@@ -85,7 +78,7 @@ def run_among_peers(
             f"launch(ranks={ranks}) runs under torchrun with WORLD_SIZE={world}: they must be equal. "
             f"Use launch(ranks={world}), or start torchrun with {ranks} processes in total."
         )
-    os.environ.update(variables_of(environment, int(os.environ["RANK"])))
+    os.environ.update(settings.variables_of(environment, int(os.environ["RANK"])))
     join(backend, deadline)
     return share_results(fn(*args))
 

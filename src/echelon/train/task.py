@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from echelon import models
 from echelon.data import (
     Batches,
     Corpus,
@@ -26,19 +27,6 @@ from echelon.data import (
 )
 from echelon.engine.step.metrics import Measure
 from echelon.errors import UserError, did_you_mean
-from echelon.models import (
-    ImageConfig,
-    ImageModel,
-    ModelConfig,
-    Transformer,
-    build,
-    build_image,
-    cross_entropy,
-    generate,
-    load_hf,
-    load_image,
-    num_parameters,
-)
 from echelon.nn.losses import IGNORED_TARGET
 from echelon.plan import Plan
 from echelon.train.jobs.job import Job
@@ -84,7 +72,7 @@ class LanguageTask:
 
     unit = "tokens"  # that the loss counts
     measure: Measure | None = None  # of a validation beside the loss: right answers, as (total, count)
-    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(models.cross_entropy)
 
     def __init__(self, job: Job) -> None:
         self.config = job.model.config()
@@ -97,14 +85,14 @@ class LanguageTask:
             min(most, self.validation.num_batches) if self.validation is not None else 0
         )
 
-    def build(self) -> Transformer:
-        return build(self.config)
+    def build(self) -> models.Transformer:
+        return models.build(self.config)
 
-    def load(self, folder: str | Path) -> Transformer:
-        return load_hf(folder)
+    def load(self, folder: str | Path) -> models.Transformer:
+        return models.load_hf(folder)
 
     def sample(self, folder: Path) -> str:
-        return sample(load_hf(folder), self._corpus)
+        return sample(models.load_hf(folder), self._corpus)
 
     def keep_reader(self, folder: Path) -> None:
         if self._corpus.tokenizer is not None:
@@ -112,10 +100,10 @@ class LanguageTask:
                 self._corpus.tokenizer.save(folder)
 
 
-def sample(model: Transformer, corpus: Corpus) -> str:
+def sample(model: models.Transformer, corpus: Corpus) -> str:
     """Return what the model writes after the first tokens of the corpus."""
     prompt = torch.from_numpy(corpus.tokens[:16].astype("int64"))
-    tokens = generate(model, prompt, SAMPLE_TOKENS).numpy()
+    tokens = models.generate(model, prompt, SAMPLE_TOKENS).numpy()
     return corpus.decode(tokens) if corpus.decode is not None else " ".join(map(str, tokens.tolist()))
 
 
@@ -127,7 +115,7 @@ class ImageTask:
     """Opens the images of a job. Their classes are those of the model."""
 
     unit = "images"
-    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(cross_entropy)
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = staticmethod(models.cross_entropy)
 
     def __init__(self, job: Job) -> None:
         data = open_data(job)
@@ -135,7 +123,7 @@ class ImageTask:
         size, augment = self.config.image_size, job.data.augment is not False
         self.training = TrainingImages(data.training, job.batch, size, job.seed, augment)
         self.validation = ValidationImages(data.validation, job.batch, size) if len(data.validation) else None
-        self.num_parameters = num_parameters(self.config)
+        self.num_parameters = models.num_parameters(self.config)
         self.data_name, self.data_size = data.name, len(data.training)
         available = 0 if self.validation is None else self.validation.num_batches
         most = job.evaluate_batches
@@ -146,11 +134,11 @@ class ImageTask:
         """Return the numbers of right answers and of images; a label that does not count is never right."""
         return (output.argmax(dim=-1) == labels).sum(), (labels != IGNORED_TARGET).sum()
 
-    def build(self) -> ImageModel:
-        return build_image(self.config)
+    def build(self) -> models.ImageModel:
+        return models.build_image(self.config)
 
-    def load(self, folder: str | Path) -> ImageModel:
-        return load_image(folder)
+    def load(self, folder: str | Path) -> models.ImageModel:
+        return models.load_image(folder)
 
     def keep_reader(self, folder: Path) -> None:
         """Images are read without one."""
@@ -160,7 +148,7 @@ class ImageTask:
         """Return what the model says of the first images of the validation."""
         if self.validation is None:
             return ""
-        model = load_image(folder).float().eval()
+        model = models.load_image(folder).float().eval()
         images, labels = ValidationImages(
             self.validation.images, min(SAMPLE_IMAGES, len(self.validation.images)), self.config.image_size
         ).at(0)
@@ -188,7 +176,7 @@ Task = LanguageTask | ImageTask
 TASKS: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
 
 
-def config_of(job: Job) -> ModelConfig | ImageConfig:
+def config_of(job: Job) -> models.ModelConfig | models.ImageConfig:
     """The sizes of a job's model; of images, the classes are those of the data."""
     if job.task not in TASKS:
         raise UserError(f"task={job.task!r}: is not a task{did_you_mean(job.task, TASKS)}")

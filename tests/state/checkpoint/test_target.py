@@ -32,7 +32,8 @@ def save_and_die(path: Path, moment: str) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), 9)
 
-    setattr(target.FolderTarget if moment == "commit" else target, moment, die)
+    owner = {"commit": target.FolderTarget, "DirectFile": target}.get(moment, atomic)
+    setattr(owner, moment, die)
     save(new_saver(), path, state(2.0))
 
 
@@ -160,7 +161,7 @@ def test_a_job_killed_between_two_renames_loses_nothing(
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """The first time that the names in `folder` go to the disk."""
-    real, failed = target.sync_path, list[Path]()
+    real, failed = atomic.sync_path, list[Path]()
 
     def sync(path: Path) -> None:
         if path == folder and not failed:
@@ -168,7 +169,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(target, "sync_path", sync)
+    monkeypatch.setattr(atomic, "sync_path", sync)
     monkeypatch.setattr(storage_errors, "_pause", lambda _: None)
 
 

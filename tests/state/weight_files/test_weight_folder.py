@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.state.ownership import run_slices, whole_slice
-from echelon.state.weight_files import weight_folder
+from echelon.state.weight_files import tensor_file, weight_folder
 from echelon.state.weight_files.layout import WeightLayout, plain_layout, whole
 from echelon.state.weight_files.tensor_file import StoredTensor, TensorEntry, read_box
 from echelon.state.weight_files.weight_folder import (
@@ -152,7 +152,7 @@ def test_a_tied_tensor_is_compared_in_bounded_memory(tmp_path: Path, monkeypatch
         sizes.append(out.nbytes)
         read_box(tensor, box, out)
 
-    monkeypatch.setattr(weight_folder, "read_box", read)
+    monkeypatch.setattr(tensor_file, "read_box", read)
     assert opened(tmp_path, model).errors() == []
     assert sizes == [120, 120]
     monkeypatch.setattr(weight_folder, "_COMPARED_BYTES", 50)

@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.state.checkpoint import part_writer
 from echelon.state.checkpoint.assignment import Assignment, join_reports
 from echelon.state.checkpoint.atomic import new_token
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number
-from echelon.state.checkpoint.part_writer import (
-    FileImage,
-    FileLayout,
-    FilledChunks,
-    Sink,
-    StoppedError,
-    write_memory,
-)
 from echelon.state.checkpoint.snapshot import Later, Snapshot, SnapshotMemory, nothing
 from echelon.state.checkpoint.storage_errors import (
     RETRIES,
@@ -74,11 +67,11 @@ class RankSave:
         self._layouts = assignment.layouts[group.rank]
 
     def write(self, device: torch.device) -> Report:
-        chunks = FilledChunks(max((layout.size for layout in self._layouts), default=0), device)
+        chunks = part_writer.FilledChunks(max((layout.size for layout in self._layouts), default=0), device)
         held: dict[Any, Tensor] = self._held
 
-        def write_file(layout: FileLayout, sink: Sink) -> FileRecord:
-            return chunks.write(sink, FileImage(layout, held.__getitem__))
+        def write_file(layout: part_writer.FileLayout, sink: part_writer.Sink) -> FileRecord:
+            return chunks.write(sink, part_writer.FileImage(layout, held.__getitem__))
 
         return self._report(write_file, never)
 
@@ -92,14 +85,16 @@ class RankSave:
         """Write this rank's files from a snapshot, and tell rank 0."""
         memory = dict(zip((layout.name for layout in self._layouts), snapshot.files, strict=True))
 
-        def write_file(layout: FileLayout, sink: Sink) -> FileRecord:
-            return write_memory(sink, memory[layout.name], layout.size, stop)
+        def write_file(layout: part_writer.FileLayout, sink: part_writer.Sink) -> FileRecord:
+            return part_writer.write_memory(sink, memory[layout.name], layout.size, stop)
 
         report = self._report(write_file, stop)
         with report_write_errors(self.place):
             with_retries(lambda: self.target.report(self._group.rank, report), self._options.retries, stop)
 
-    def _report(self, write_file: Callable[[FileLayout, Sink], FileRecord], stop: Stop) -> Report:
+    def _report(
+        self, write_file: Callable[[part_writer.FileLayout, part_writer.Sink], FileRecord], stop: Stop
+    ) -> Report:
         with report_write_errors(self.place):
             files = write_files(self.target, self._layouts, write_file, self._options.retries, stop)
         return {"numbers": self._numbers, "files": files}
@@ -111,7 +106,7 @@ class RankSave:
         reports: list[Report] = []
         while len(reports) < self._group.size:
             if stop():
-                raise StoppedError
+                raise part_writer.StoppedError
             with report_write_errors(self.place):
                 report = with_retries(
                     lambda: self.target.find_report(len(reports)), self._options.retries, stop
@@ -130,14 +125,14 @@ class RankSave:
 
 def write_files(
     target: Target,
-    layouts: Sequence[FileLayout],
-    write_file: Callable[[FileLayout, Sink], FileRecord],
+    layouts: Sequence[part_writer.FileLayout],
+    write_file: Callable[[part_writer.FileLayout, part_writer.Sink], FileRecord],
     retries: int,
     stop: Stop = never,
 ) -> dict[str, tuple[object, ...]]:
     """Write files; an error that may pass begins a file again. Returns the size and hash of each by name."""
 
-    def write(layout: FileLayout, name: str) -> FileRecord:
+    def write(layout: part_writer.FileLayout, name: str) -> FileRecord:
         sink = target.create(name)
         try:
             return write_file(layout, sink)
@@ -169,7 +164,7 @@ def save_alone(
     path: str | Path,
     about: Manifest,
     numbers: Mapping[str, Number],
-    files: Sequence[tuple[FileLayout, Read]],
+    files: Sequence[tuple[part_writer.FileLayout, Read]],
     options: SaveOptions,
 ) -> None:
     """Write each file of what `read` returns when its bytes are due. `about`: all but tensors and numbers."""
@@ -180,8 +175,12 @@ def save_alone(
             target.begin()
             for layout, read in files:
 
-                def write(layout: FileLayout, sink: Sink, read: Read = read) -> FileRecord:
-                    return FilledChunks(layout.size, torch.device("cpu")).write(sink, FileImage(layout, read))
+                def write(
+                    layout: part_writer.FileLayout, sink: part_writer.Sink, read: Read = read
+                ) -> FileRecord:
+                    return part_writer.FilledChunks(layout.size, torch.device("cpu")).write(
+                        sink, part_writer.FileImage(layout, read)
+                    )
 
                 records |= write_files(target, [layout], write, options.retries)
         assignment = Assignment("", [[layout for layout, _ in files]], [])

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from echelon.collectives.agreement import check_on_every_rank, decide_on_rank_0
 from echelon.errors import DamagedError, UserError
-from echelon.state.checkpoint.file_checks import (
-    check_hash,
-    check_size,
-    checked_header,
-    no_links,
-    read_regular,
-    share_files,
-)
+from echelon.state.checkpoint import file_checks
 from echelon.state.checkpoint.manifest import (
     MANIFEST,
     MOST_BYTES,
@@ -67,15 +60,15 @@ class SavedState:
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare the hashes and headers of files with the manifest; of several ranks, each has its share."""
         sizes = {name: record.bytes for name, record in self.manifest.files.items()}
-        for name in share_files(sizes, ranks)[rank]:
-            check_hash(self._file(name), self.manifest.files[name])
+        for name in file_checks.share_files(sizes, ranks)[rank]:
+            file_checks.check_hash(self._file(name), self.manifest.files[name])
             self._header(name)
 
     def _file(self, name: str) -> Path:
         """Return a file of the size in the manifest, on this machine."""
         record = self.manifest.files[name]
         path = self._files.file(name, record.bytes)
-        check_size(path, record)
+        file_checks.check_size(path, record)
         return path
 
     def parts(self, name: str) -> dict[str, SavedTensor]:
@@ -104,12 +97,12 @@ class SavedState:
     def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
         file, _, name = stored.partition("/")
         with report_read_errors(str(self._files.path / file)):
-            read_box(self._header(file)[name], window, out, opener=no_links)
+            read_box(self._header(file)[name], window, out, opener=file_checks.no_links)
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self._headers:
             path = self._file(file)
-            self._headers[file] = checked_header(path, self._expected.get(file, {}))
+            self._headers[file] = file_checks.checked_header(path, self._expected.get(file, {}))
         return self._headers[file]
 
     @cached_property
@@ -124,7 +117,7 @@ class SavedState:
 
 
 def _read_manifest(path: Path) -> tuple[Manifest, str]:
-    data = read_regular(path, MOST_BYTES)
+    data = file_checks.read_regular(path, MOST_BYTES)
     try:
         return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
     except UserError as error:

@@ -26,14 +26,7 @@ from typing import Any, final
 
 from echelon.errors import UserError
 from echelon.state.bounded_json import parse_json
-from echelon.state.checkpoint.atomic import (
-    PART_SUFFIX,
-    new_token,
-    remove_standby,
-    replace_folder,
-    sync_path,
-    write_file,
-)
+from echelon.state.checkpoint import atomic
 from echelon.state.checkpoint.file_checks import no_links, open_regular, read_regular
 from echelon.state.checkpoint.manifest import (
     FORMAT,
@@ -63,7 +56,7 @@ class FolderTarget:
 
     def __init__(self, path: Path, token: str) -> None:
         self.path = Path(os.path.realpath(path))
-        self.temporary = self.path.with_name(f".{self.path.name}.{token}{PART_SUFFIX}")
+        self.temporary = self.path.with_name(f".{self.path.name}.{token}{atomic.PART_SUFFIX}")
         self._lock: int | None = None
 
     def begin(self) -> None:
@@ -86,7 +79,7 @@ class FolderTarget:
 
     def report(self, rank: int, report: Report) -> None:
         """Tell rank 0, which asks for it by `find_report`, that a rank is done."""
-        write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
+        atomic.write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
 
     def find_report(self, rank: int) -> Report | None:
         path = self.temporary / _report_name(rank)
@@ -102,16 +95,16 @@ class FolderTarget:
         self._check_shared(files)
         for report in self.temporary.glob(_report_name("*")):  # also where an earlier try has failed here
             report.unlink()
-        write_file(self.temporary / MANIFEST, manifest)
-        sync_path(self.temporary)  # the names of all files are on the disk before the folder's own
+        atomic.write_file(self.temporary / MANIFEST, manifest)
+        atomic.sync_path(self.temporary)  # the names of all files are on the disk before the folder's own
         check_replaceable(self.path)  # again: the writing may have taken long
-        replace_folder(self.temporary, self.path)
+        atomic.replace_folder(self.temporary, self.path)
 
     def clean_up(self) -> None:
         """Remove what was there for the writing, when it has its name; on rank 0. Can be done again."""
         (self.path / _LOCK).unlink(missing_ok=True)
-        sync_path(self.path.parent)
-        remove_standby(self.path)
+        atomic.sync_path(self.path.parent)
+        atomic.remove_standby(self.path)
         shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
         self._unlock()
 
@@ -196,7 +189,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
     """Remove the temporary folders of jobs that were killed, and never one that is being written."""
-    for path in folder.glob(f".*{PART_SUFFIX}"):
+    for path in folder.glob(f".*{atomic.PART_SUFFIX}"):
         if path.is_dir() and not path.is_symlink() and _is_left_behind(path, fresh_seconds):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -222,8 +215,8 @@ def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
 
 def _is_of_ours(path: Path) -> bool:
     """Tell by the name: .NAME.TOKEN.part."""
-    token = path.name.removesuffix(PART_SUFFIX).rpartition(".")[2]
-    return len(token) == len(new_token()) and all(digit in "0123456789abcdef" for digit in token)
+    token = path.name.removesuffix(atomic.PART_SUFFIX).rpartition(".")[2]
+    return len(token) == len(atomic.new_token()) and all(digit in "0123456789abcdef" for digit in token)
 
 
 def open_remote(url: str) -> tuple[Any, str]:

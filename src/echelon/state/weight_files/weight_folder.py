@@ -20,18 +20,8 @@ from torch import Tensor
 from echelon.collectives.buffer_layout import portions
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.state.bounded_json import MOST_BYTES, parse_json
+from echelon.state.weight_files import tensor_file
 from echelon.state.weight_files.layout import Box, WeightLayout, read_pieces
-from echelon.state.weight_files.tensor_file import (
-    StoredTensor,
-    TensorEntry,
-    is_text,
-    nbytes,
-    read_box,
-    read_header,
-    report_os_errors,
-    write_complete,
-    write_tensor_file,
-)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -66,7 +56,7 @@ class FolderHeaders:
     `is_listed` says whether all names are known: not if the only file, or the index, has errors.
     """
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, tensor_file.StoredTensor]
     unreadable: set[str]
     errors: list[str]
     is_listed: bool = True
@@ -80,7 +70,7 @@ def read_headers(folder: Path) -> FolderHeaders:
     """Read the headers of a folder's files. As in transformers, one file wins over an index."""
     try:
         if (folder / WEIGHTS).exists():
-            return FolderHeaders(read_header(folder / WEIGHTS), set(), [])
+            return FolderHeaders(tensor_file.read_header(folder / WEIGHTS), set(), [])
         if (folder / INDEX).exists():
             return _read_shards(folder, _read_index(folder / INDEX))
         if not folder.is_dir():
@@ -105,18 +95,18 @@ def _read_index(path: Path) -> dict[str, str]:
     errors += [
         f"{path}: weight_map: the name {ascii(name)[:200]} has half a character; must be Unicode text"
         for name in weight_map
-        if not is_text(name)
+        if not tensor_file.is_text(name)
     ]
     raise_errors(str(path), errors)
     return weight_map
 
 
 def _is_file_name(value: object) -> bool:
-    return isinstance(value, str) and is_text(value) and Path(value).name == value
+    return isinstance(value, str) and tensor_file.is_text(value) and Path(value).name == value
 
 
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> FolderHeaders:
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, tensor_file.StoredTensor] = {}
     unreadable: set[str] = set()
     errors: list[str] = []
     names: dict[str, set[str]] = {}
@@ -126,7 +116,7 @@ def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> FolderHeaders:
         raise UserError(f"{folder / INDEX}: lists {len(names)} files; must list {_MOST_SHARDS} at most")
     for file, listed in sorted(names.items()):
         try:
-            shard = read_header(folder / file)
+            shard = tensor_file.read_header(folder / file)
         except UserError as error:
             errors.append(error.title)
             unreadable |= listed
@@ -210,23 +200,25 @@ class WeightFolder:
         pieces = self._layout.pieces_of(name)
         out = torch.empty(box.sizes, dtype=self._headers.tensors[pieces[0].stored].dtype, device="cpu")
         tensors = self._headers.tensors
-        read_pieces(pieces, box, out, lambda stored, window, part: read_box(tensors[stored], window, part))
+        read_pieces(
+            pieces, box, out, lambda stored, window, part: tensor_file.read_box(tensors[stored], window, part)
+        )
         return out
 
 
-def _sample(tensor: StoredTensor) -> str:
+def _sample(tensor: tensor_file.StoredTensor) -> str:
     """Return a digest of the first and the last bytes."""
-    size, digest = nbytes(tensor.shape, tensor.dtype), hashlib.blake2b(digest_size=8)
+    size, digest = tensor_file.nbytes(tensor.shape, tensor.dtype), hashlib.blake2b(digest_size=8)
     for begin, end in ((0, min(_SAMPLED_BYTES, size)), (max(0, size - _SAMPLED_BYTES), size)):
         digest.update(_read_bytes(tensor, begin, end).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _is_equal(left: StoredTensor, right: StoredTensor) -> bool:
+def _is_equal(left: tensor_file.StoredTensor, right: tensor_file.StoredTensor) -> bool:
     """Compare the bits of two tensors, rows by rows: in bounded memory."""
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
-    num_bytes = nbytes(left.shape, left.dtype)
+    num_bytes = tensor_file.nbytes(left.shape, left.dtype)
     for begin in range(0, num_bytes, _COMPARED_BYTES):
         end = min(begin + _COMPARED_BYTES, num_bytes)
         if not torch.equal(_read_bytes(left, begin, end), _read_bytes(right, begin, end)):
@@ -234,10 +226,10 @@ def _is_equal(left: StoredTensor, right: StoredTensor) -> bool:
     return True
 
 
-def _read_bytes(tensor: StoredTensor, begin: int, end: int) -> Tensor:
+def _read_bytes(tensor: tensor_file.StoredTensor, begin: int, end: int) -> Tensor:
     out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-    size = nbytes(tensor.shape, tensor.dtype)
-    read_box(tensor._replace(shape=(size,), dtype=torch.uint8), (slice(begin, end),), out)
+    size = tensor_file.nbytes(tensor.shape, tensor.dtype)
+    tensor_file.read_box(tensor._replace(shape=(size,), dtype=torch.uint8), (slice(begin, end),), out)
     return out
 
 
@@ -248,7 +240,7 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 def write_folder(
     folder: str | Path,
-    entries: Sequence[TensorEntry],
+    entries: Sequence[tensor_file.TensorEntry],
     tensors: Iterable[Tensor],
     config: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
@@ -260,7 +252,7 @@ def write_folder(
 
 def write_weights(
     folder: str | Path,
-    entries: Sequence[TensorEntry],
+    entries: Sequence[tensor_file.TensorEntry],
     tensors: Iterable[Tensor],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -270,13 +262,13 @@ def write_weights(
     """
     folder = Path(folder)
     files = split_shards(entries, shard_bytes)
-    with report_os_errors(folder):
+    with tensor_file.report_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, INDEX):
             (folder / name).unlink(missing_ok=True)
     remaining = iter(tensors)
     for name, shard in files.items():
-        write_tensor_file(folder / name, shard, remaining)
+        tensor_file.write_tensor_file(folder / name, shard, remaining)
     if next(remaining, None) is not None:
         raise UserError(f"{folder}: more tensors came than the {len(entries)} that were announced")
     if len(files) > 1:
@@ -285,13 +277,15 @@ def write_weights(
             "weight_map": {entry.name: file for file, shard in files.items() for entry in shard},
         }
         _write_json(folder / INDEX, index)
-    with report_os_errors(folder):
+    with tensor_file.report_os_errors(folder):
         for path in folder.iterdir():
             if (path.name == WEIGHTS or _SHARD.fullmatch(path.name)) and path.name not in files:
                 path.unlink()  # of an earlier save
 
 
-def split_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> dict[str, list[TensorEntry]]:
+def split_shards(
+    entries: Sequence[tensor_file.TensorEntry], shard_bytes: int
+) -> dict[str, list[tensor_file.TensorEntry]]:
     """Split tensors over files, filled in order; a tensor larger than a shard has one to itself."""
     shards = list(portions(entries, lambda entry: entry.nbytes, shard_bytes)) or [[]]
     if len(shards) == 1:
@@ -303,7 +297,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, sort_keys=True) + "\n"
 
     def write(file: BinaryIO) -> None:
-        with report_os_errors(path):
+        with tensor_file.report_os_errors(path):
             file.write(text.encode())
 
-    write_complete(path, write)
+    tensor_file.write_complete(path, write)

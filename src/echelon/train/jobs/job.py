@@ -9,17 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
+from echelon import models
 from echelon.data.tokenizer import has_tokenizer
 from echelon.errors import UserError
-from echelon.models import (
-    ExpertsConfig,
-    ImageConfig,
-    ModelConfig,
-    image_preset,
-    preset,
-    read_hf_config,
-    read_image_config,
-)
 from echelon.plan import Plan
 from echelon.update.nonfinite import Nonfinite, why_unskippable
 from echelon.update.optim.learning_rate import Schedule, by_name
@@ -58,7 +50,7 @@ class ExpertsJob(_Table):
     bias_rate: float | None = None
     jitter: float | None = None
 
-    def config(self, preset: ExpertsConfig | None) -> ExpertsConfig | None:
+    def config(self, preset: models.ExpertsConfig | None) -> models.ExpertsConfig | None:
         changes = _given(self)
         if preset is not None:
             return dataclasses.replace(preset, **changes)
@@ -68,7 +60,7 @@ class ExpertsJob(_Table):
                 f"experts {', '.join(missing)}: must be set, because the preset has none; or use one that "
                 "has experts (moe-tiny)"
             )
-        return ExpertsConfig(**changes) if changes else None
+        return models.ExpertsConfig(**changes) if changes else None
 
 
 @dataclass(frozen=True)
@@ -95,25 +87,25 @@ class ModelJob(_Table):
     def without_sizes(self) -> "ModelJob":
         return ModelJob(self.preset, self.weights)
 
-    def config(self) -> ModelConfig:
+    def config(self) -> models.ModelConfig:
         """The sizes: those of the Hugging Face folder, or of the preset with the job's changes."""
         changes = self._changes()
         if self.weights is None:
-            named = preset(self.preset or LANGUAGE_PRESET)
+            named = models.preset(self.preset or LANGUAGE_PRESET)
             experts = self.experts.config(named.experts)
             return dataclasses.replace(named, experts=experts, **changes)
         self._refuse_changes([*changes, *(f"experts.{name}" for name in _given(self.experts))])
-        return read_hf_config(self.weights)
+        return models.read_hf_config(self.weights)
 
-    def image_config(self, class_names: tuple[str, ...] = ()) -> ImageConfig:
+    def image_config(self, class_names: tuple[str, ...] = ()) -> models.ImageConfig:
         """The same for an image model, which has these classes; of weights, their own."""
         changes = self._changes()
         if self.weights is None:
             if class_names:
                 changes |= {"classes": len(class_names), "class_names": class_names}
-            return dataclasses.replace(image_preset(self.preset or IMAGE_PRESET), **changes)
+            return dataclasses.replace(models.image_preset(self.preset or IMAGE_PRESET), **changes)
         self._refuse_changes(changes)
-        return read_image_config(self.weights)
+        return models.read_image_config(self.weights)
 
     def _changes(self) -> dict[str, Any]:
         others = ("preset", "weights", "experts")

@@ -11,22 +11,16 @@ from typing import NamedTuple
 
 import torch
 
+from echelon import models
 from echelon.errors import UserError
 from echelon.hardware import available_memory
 from echelon.launching.torchrun import is_under_torchrun
-from echelon.models import (
-    ImageConfig,
-    ModelConfig,
-    image_preset,
-    image_presets,
-    num_parameters,
-    preset,
-    presets,
-)
 from echelon.nn.batch import DTYPES
 from echelon.plan import AUTO, Plan
 from echelon.quantities import show_bytes
 from echelon.train.jobs.job import Job
+
+Config = models.ModelConfig | models.ImageConfig
 
 RANKS_PER_CORE = 64  # more processes only fill the machine
 
@@ -127,7 +121,7 @@ def _even_bytes(parameters: float, plan: Plan, states: int, expert: int) -> Rank
     return RankBytes(held * size / parts[0], held * size / parts[1], held * state / parts[2])
 
 
-def host_memory_errors(job: Job, config: ModelConfig | ImageConfig, plan: Plan, ranks: int) -> list[str]:
+def host_memory_errors(job: Job, config: Config, plan: Plan, ranks: int) -> list[str]:
     """An error if the ranks of this machine need more memory together than it has. GPUs have their own."""
     free = available_memory()
     if free is None or torch.cuda.device_count() >= ranks:
@@ -137,12 +131,12 @@ def host_memory_errors(job: Job, config: ModelConfig | ImageConfig, plan: Plan, 
         return []
     each = f"{needed} on each of {ranks} ranks here" if ranks > 1 else str(needed)
     return [
-        f"plan '{plan}': {num_parameters(config):,} parameters take at least {each}, and this machine has "
-        f"{show_bytes(free)} of memory free; {_fix(job, config, plan, free / ranks)}"
+        f"plan '{plan}': {models.num_parameters(config):,} parameters take at least {each}, and this machine "
+        f"has {show_bytes(free)} of memory free; {_fix(job, config, plan, free / ranks)}"
     ]
 
 
-def refuse_small_device(job: Job, config: ModelConfig | ImageConfig, device: torch.device) -> None:
+def refuse_small_device(job: Job, config: Config, device: torch.device) -> None:
     """Raise if this rank's part does not fit into its GPU; called in the rank, which has the device."""
     if device.type != "cuda":
         return
@@ -152,24 +146,24 @@ def refuse_small_device(job: Job, config: ModelConfig | ImageConfig, device: tor
         needed = needed._replace(weights=0)
     if needed.total > free:
         raise UserError(
-            f"plan '{plan}': {num_parameters(config):,} parameters take at least {needed} on each rank, and "
-            f"{torch.cuda.get_device_name(device)} has {show_bytes(free)} free; "
+            f"plan '{plan}': {models.num_parameters(config):,} parameters take at least {needed} on each "
+            f"rank, and {torch.cuda.get_device_name(device)} has {show_bytes(free)} free; "
             f"{_fix(job, config, plan, free)}"
         )
 
 
-def state_bytes(job: Job, config: ModelConfig | ImageConfig) -> float:
+def state_bytes(job: Job, config: Config) -> float:
     """Return the bytes that a rank must keep to go on, at least: weights and the optimizer's state."""
     needed = _needed(job, config, Plan.parse(job.plan))
     return needed.weights + needed.optimizer
 
 
-def _needed(job: Job, config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
-    routed = config.num_routed_parameters if isinstance(config, ModelConfig) else 0
-    return rank_bytes(num_parameters(config), plan, num_states(job), routed)
+def _needed(job: Job, config: Config, plan: Plan) -> RankBytes:
+    routed = config.num_routed_parameters if isinstance(config, models.ModelConfig) else 0
+    return rank_bytes(models.num_parameters(config), plan, num_states(job), routed)
 
 
-def _fix(job: Job, config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
+def _fix(job: Job, config: Config, plan: Plan, free: float) -> str:
     """Name what fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job)
     for zero in range(plan.zero + 1, 4) if plan.pipeline != AUTO else ():
@@ -179,10 +173,10 @@ def _fix(job: Job, config: ModelConfig | ImageConfig, plan: Plan, free: float) -
             continue
         if _needed(job, config, sharded).total <= free:
             return f"add zero={zero} to the plan, which shards them"
-    if isinstance(config, ModelConfig):
-        sizes = {name: preset(name).num_parameters for name in presets()}
+    if isinstance(config, models.ModelConfig):
+        sizes = {name: models.preset(name).num_parameters for name in models.presets()}
     else:
-        sizes = {name: num_parameters(image_preset(name)) for name in image_presets()}
+        sizes = {name: models.num_parameters(models.image_preset(name)) for name in models.image_presets()}
     fitting = {name: size for name, size in sizes.items() if rank_bytes(size, plan, states).total <= free}
     smaller = max(fitting, key=lambda name: fitting[name], default=None)
     model = "a smaller model" if smaller is None else f"a smaller model (the preset {smaller} fits)"
