@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.checkpoint import rank_save
+from echelon.state.checkpoint import part_writer, rank_save
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.part_writer import lay_out
 from echelon.state.checkpoint.rank_save import RankSave, SaveOptions, save_alone
@@ -33,7 +33,7 @@ def test_rank_0_asks_for_reports_in_order_fifty_times_a_second(
     waiting: Any = Waiting()
     RankSave.commit_when_all_are_done(waiting, lambda: False)
     assert (pauses, committed) == ([0.02] * 3, [[{"rank": 0}, {"rank": 1}]])
-    with pytest.raises(rank_save.StoppedError):
+    with pytest.raises(part_writer.StoppedError):
         RankSave.commit_when_all_are_done(waiting, lambda: True)
     Waiting._group.rank = 1  # type: ignore[attr-defined]
     RankSave.commit_when_all_are_done(waiting, lambda: True)

@@ -26,7 +26,7 @@ def _open(path: Path) -> tuple[str, list[str]]:
         check_hash(file, record)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(echelon.state.checkpoint.saved, "check_hash", noting)
+        patch.setattr(echelon.state.checkpoint.file_checks, "check_hash", noting)
         try:
             open_whole(path)
         except UserError as error:
