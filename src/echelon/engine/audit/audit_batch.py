@@ -187,17 +187,26 @@ def shows_known(batch: Any, known: list[bool]) -> bool:
 def _shows_known(known: list[bool], slot: int, leaf: Tensor, wide: float, signs: bool, real: bool) -> bool:
     if not leaf.numel() or not leaf.is_cpu:
         return not leaf.numel()
-    low, high = (float(each) for each in torch.aminmax(leaf))
+    low, high = (each.item() for each in torch.aminmax(leaf))
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
-    has_zeros = low <= 0 <= high and int(leaf.count_nonzero()) < leaf.numel()
+    of_tensor = known[_CLASSES + slot * _COLUMNS :]
     shown = [_OTHER_SUM] * (low < high) + [_NEGATIVES, _OTHER_AMOUNTS[1]] * (signs and low < 0)
-    shown += [_PAST_END] * (high >= wide) + [_ZEROS, _OTHER_AMOUNTS[0]] * has_zeros
+    shown += [_PAST_END] * (high >= wide)
+    if low <= 0 <= high and not (of_tensor[_ZEROS] and of_tensor[_OTHER_AMOUNTS[0]]):
+        shown += [_ZEROS, _OTHER_AMOUNTS[0]] * (int(leaf.count_nonzero()) < leaf.numel())
     num_sizes = min(math.frexp(max(-low, high))[1] + 2, _NUM_SIZES) if real else 0
     shown += [_SIZES + num_sizes - 1] * (num_sizes > 0)  # and so all smaller ones
+    if not all(of_tensor[column] for column in shown):
+        return False
     classes = known[int(low) : int(high) + 1] if low >= 0 and high < _CLASSES else known[:_CLASSES]
-    of_tensor = known[_CLASSES + slot * _COLUMNS :]
-    return all(of_tensor[column] for column in shown) and (wide == math.inf or all(classes))
+    return wide == math.inf or all(classes) or _has_known_classes(known, leaf)
+
+
+def _has_known_classes(known: list[bool], targets: Tensor) -> bool:
+    """Return whether targets have no other classes, where not all between the least and the largest are known."""
+    counts = torch.bincount(targets.flatten() % _CLASSES).tolist()
+    return all(is_known for is_known, count in zip(known, counts, strict=False) if count)
 
 
 def shown_traits(traits: Tensor) -> Tensor:
