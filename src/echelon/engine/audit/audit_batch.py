@@ -160,6 +160,7 @@ def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any
 _CLASSES, _SLOTS, _COLUMNS, _NUM_SIZES = 40, 8, 20, 12
 NUM_TRAITS = _CLASSES + _SLOTS * _COLUMNS
 _ZEROS, _NEGATIVES, _INFINITE, _PAST_END, *_OTHER_AMOUNTS, _OTHER_SUM, _SIZES = range(9)
+_FEW = 256  # integers that Python looks at sooner than torch
 _LARGEST, _LARGEST_REAL, _FAR = 2**24, 2**20, 2**62  # elements of masks and targets; the end of what has none
 
 
@@ -187,7 +188,8 @@ def shows_known(batch: Any, known: list[bool]) -> bool:
 def _shows_known(known: list[bool], slot: int, leaf: Tensor, wide: float, signs: bool, real: bool) -> bool:
     if not leaf.numel() or not leaf.is_cpu:
         return not leaf.numel()
-    low, high = (each.item() for each in torch.aminmax(leaf))
+    values = [] if real or leaf.numel() > _FEW else leaf.flatten().tolist()
+    low, high = (min(values), max(values)) if values else (each.item() for each in torch.aminmax(leaf))
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
     of_tensor = known[_CLASSES + slot * _COLUMNS :]
@@ -199,14 +201,9 @@ def _shows_known(known: list[bool], slot: int, leaf: Tensor, wide: float, signs:
     shown += [_SIZES + num_sizes - 1] * (num_sizes > 0)  # and so all smaller ones
     if not all(of_tensor[column] for column in shown):
         return False
-    classes = known[int(low) : int(high) + 1] if low >= 0 and high < _CLASSES else known[:_CLASSES]
-    return wide == math.inf or all(classes) or _has_known_classes(known, leaf)
-
-
-def _has_known_classes(known: list[bool], targets: Tensor) -> bool:
-    """Return whether targets have no other classes, where not all between the least and the largest are known."""
-    counts = torch.bincount(targets.flatten() % _CLASSES).tolist()
-    return all(is_known for is_known, count in zip(known, counts, strict=False) if count)
+    if wide == math.inf or all(known[:_CLASSES]):
+        return True
+    return all(known[each % _CLASSES] for each in values or (leaf % _CLASSES).unique().tolist())
 
 
 def shown_traits(traits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from echelon.engine.step.runtime.flight import (
     MicrobatchLoss,
     StartGradients,
     Value,
+    run_backward,
     wanted,
 )
 from echelon.engine.step.runtime.mailbox import Mailbox
@@ -247,7 +248,7 @@ class Interpreter:
             outputs, known = flight.known(gradients)
             if outputs:
                 self._stages[instruction.stage].see_graph(outputs)
-                torch.autograd.backward(outputs, known)
+                run_backward(outputs, known)
         self._stages[instruction.stage].finish_backward()
         self._observers.tell("after_backward", backward)
         self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
