@@ -180,9 +180,12 @@ class FlagExchange:
     steps no host waits.
     """
 
-    def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:
+    def __init__(
+        self, flags: Sequence[bool], group: Group, device: torch.device, *, overlaps: bool = False
+    ) -> None:
+        """`overlaps`: this rank does other work before it waits."""
         self._flags, self._on_device = flags, _to_device(flags, device)
-        self._handle = group.all_reduce(self._on_device, "max", wait=False)
+        self._handle = group.all_reduce(self._on_device, "max", wait=False, overlaps=overlaps)
 
     def wait(self) -> Sequence[bool]:
         self._handle.wait()

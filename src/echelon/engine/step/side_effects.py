@@ -238,4 +238,3 @@ class Ways:
         is_new = count not in self._known
         self._known.add(count)
         return is_new
-

@@ -31,7 +31,6 @@ from echelon.nn.autograd.in_place import enter
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op
-from echelon.update.numbers import Number
 
 _NOTHING = nullcontext()
 
