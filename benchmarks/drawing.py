@@ -67,7 +67,7 @@ def loss_by_matplotlib(lines: Lines, file: Path) -> None:
 
 def schedule_by_matplotlib(timeline: list[Span], file: Path) -> None:
     """The same boxes with their words, and the bubble hatched behind them."""
-    from echelon.program.grid import labels
+    from echelon.program.text import labels
 
     figure = _figure(16, 4.3)
     axes = figure.subplots()

@@ -23,7 +23,7 @@ from benchmarks.compare import Row, Spread
 from benchmarks.footprint import largest_pieces, peak_bytes
 from benchmarks.harness import tell
 from echelon import optim
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import fingerprint
 from echelon.data import Batches, open_corpus
 from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, build, cross_entropy

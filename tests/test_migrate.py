@@ -63,6 +63,7 @@ def run_pair(name: str) -> dict[str, list[float]]:
     return losses
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore")  # of theirs
 @pytest.mark.parametrize("name", [name for name, (dtype, _) in PAIRS.items() if not dtype])
 def test_theirs_and_ours_come_to_the_same_losses(name: str, warm_ranks: Callable[[int], Ranks]) -> None:

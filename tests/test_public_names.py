@@ -40,6 +40,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         echelon.optimise  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import echelon.{}", "echelon.{}", "from echelon import {}"])
 def test_a_module_has_one_object_under_both_names(first: str) -> None:
     lines = ["import echelon, sys", "assert 'torch' not in sys.modules"]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from echelon.nn.sample_gathering import gather_samples
     from echelon.plan import Plan
     from echelon.report.live_chart import live_chart
-    from echelon.train.trackers.tracker import Tracker
+    from echelon.train.trackers import Tracker
     from echelon.train.tracking import track
 
 __version__ = VERSION
@@ -51,7 +51,7 @@ _HOME = {
     "RankHung": "echelon.launching",
     "Ranks": "echelon.launching",
     "Sum": "echelon.nn.losses",
-    "Tracker": "echelon.train.trackers.tracker",
+    "Tracker": "echelon.train.trackers",
     "UserError": "echelon.errors",
     "deferred": "echelon.nn.initialization.initial_values",
     "dry_run": "echelon.engine.dry_run",

@@ -39,6 +39,7 @@ def test_an_unknown_bench_is_refused_with_a_hint() -> None:
         run("setp")
 
 
+@pytest.mark.slow
 def test_a_result_names_the_command_that_makes_it_again() -> None:
     result = run("collectives", quick=True)
 

@@ -31,9 +31,10 @@ def test_nothing_that_draws_is_imported_before_the_clock_starts() -> None:
     }
 
 
+@pytest.mark.slow
 def test_both_draw_the_same_boxes_and_words(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
-    from echelon.program.grid import labels
+    from echelon.program.text import labels
 
     timeline = drawing.spans(8)
     assert len(timeline) == 2 * 8 * drawing.STAGES

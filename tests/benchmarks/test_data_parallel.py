@@ -104,6 +104,7 @@ def test_such_peers_in_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     check_remarks(*data_parallel.bench(quick=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contender", ["echelon", pytest.param(ZERO_1.name, marks=pytest.mark.slow)])
 def test_memory_tells_what_a_level_shares_out(contender: str) -> None:
     """Of weights, gradients and AdamW's two moments, ZeRO-1 halves the last between two ranks."""

@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import dry_runs
 
 RECORD = Path(dry_runs.__file__).parent / "results" / "dry-run.json"
 
 
+@pytest.mark.slow
 def test_a_row_is_that_of_the_record() -> None:
     rows = json.loads(RECORD.read_text(encoding="utf-8"))["table"]
     assert [row["plan"].strip("`") for row in rows] == list(dry_runs.PLANS)

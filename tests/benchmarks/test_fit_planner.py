@@ -64,6 +64,7 @@ def test_folds_share_no_model(tmp_path: Path) -> None:
     assert len(held) == len(runs)
 
 
+@pytest.mark.slow
 def test_the_script_prints_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write(tmp_path / "runs.csv"))
     main([file, "--devices", "a100"])

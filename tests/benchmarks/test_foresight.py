@@ -24,6 +24,7 @@ def test_limits_are_limits() -> None:
     assert not foresight.is_held([*[fine] * 8, fine | {"gpt peak": -0.5}])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

@@ -5,6 +5,7 @@ import pytest
 from benchmarks import gist, gist_accuracy
 
 
+@pytest.mark.slow
 def test_a_network_is_compared_with_torch() -> None:
     settings, rows = gist.bench(quick=True, only="vgg16")
     formats = ["none", "gist", "gist-fp16", "gist-fp8"]

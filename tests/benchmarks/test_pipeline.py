@@ -65,6 +65,7 @@ def measure_planted(plan: Plan, config: ModelConfig, rounds: int) -> pipeline.Me
         return HONEST(plan, config, rounds)
 
 
+@pytest.mark.slow
 def test_contenders_that_train_differently_give_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "measure", measure_planted)
     with pytest.raises(RuntimeError, match="gpipe: the losses of echelon and torch ScheduleGPipe differ"):

@@ -23,6 +23,7 @@ def train(peer: Peer | None, level: int) -> list[float]:
     return [step(batch) for _ in range(5)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("torch FSDP2, kept", "torch ZeRO-1")
 @pytest.mark.parametrize("peer", INSTALLED, ids=lambda peer: peer.name)
 def test_peers_do_the_same_training(peer: Peer, warm_ranks: Callable[[int], Ranks]) -> None:

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from benchmarks import start
 from echelon.launching import Ranks
 
 
+@pytest.mark.slow
 def test_ranks_start_alike_from_initial_values_and_from_their_folder(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks]
 ) -> None:

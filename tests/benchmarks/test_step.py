@@ -38,6 +38,7 @@ def test_the_measured_model_has_a_few_million_parameters() -> None:
     assert 3e6 < step._FULL.num_parameters < 4e6
 
 
+@pytest.mark.slow
 def test_memory_is_at_least_weights_gradients_and_optimizer() -> None:
     for contender in ("echelon", "torch loop"):
         [peak] = launch(step.measure_memory, 1, contender, WIDE)

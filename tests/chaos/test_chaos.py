@@ -16,7 +16,7 @@ from tests.chaos.training import (
 )
 
 
-@pytest.mark.slow_cases("pipeline=2 microbatches=2")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2 microbatches=2"])
 def test_five_kills_leave_no_trace(plan: str, tmp_path: Path) -> None:
     reference = train_undisturbed(short_job(tmp_path / "undisturbed", plan))

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.commands import output
 from tests.report.folders import write_run
+from tests.train.test_write_text import byte_model
 
 
 def test_a_page_is_written_into_the_run_or_elsewhere(
@@ -40,6 +41,7 @@ def test_what_is_no_run_and_a_place_that_cannot_be_written_are_errors(
     assert "cannot be written: No such file" in err
 
 
+@pytest.mark.slow
 def test_watch_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "echelon", "watch", str(write_run(tmp_path)), "--quick"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -54,3 +56,23 @@ def test_watch_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "Traceback" not in err
+
+
+def test_it_prints_the_text_or_an_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = byte_model(tmp_path)
+    code, out, err = output(capsys, "generate", str(run), "import", "--tokens", "4")
+    assert (code, err) == (0, "")
+    assert out.startswith("import")
+    code, text, _ = output(capsys, "generate", str(run), "import", "--tokens", "4", "--json")
+    summary = json.loads(text)
+    assert (code, summary["tokens"], summary["ended"]) == (0, 4, False)
+    assert out == summary["text"] + "\n"
+
+
+def test_all_numbers_are_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = output(
+        capsys, "generate", str(byte_model(tmp_path)), "a", "--tokens", "-1", "--top-k", "0"
+    )
+    assert code == 2
+    assert "length=-1" in err
+    assert "top_k=0" in err

@@ -219,6 +219,7 @@ def test_places_that_cannot(tmp_path: Path) -> None:
     assert len(out_errors(tmp_path / "no" / "x.pdf")) == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_that_has_seen_enough_is_no_error(options: list[str]) -> None:
     """As `| head -1`: the other end of the pipe is closed before all is written."""

@@ -69,6 +69,7 @@ def _measuring(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rehearsal, "Ranks", lambda count: nullcontext(warm_ranks(count)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_measuring")
 @pytest.mark.parametrize(
     ("arguments", "costs"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.signals import EXIT_CODE, Interrupted, Terminated, ctrl_c_keeps_notes, signals_raise
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from tests.cli.commands import training, wait_for
 
 
@@ -137,6 +137,7 @@ def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> No
     assert state == "failed"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path) -> None:
     with training(tmp_path, "--json") as process:
         ranks = children_of(process.pid)

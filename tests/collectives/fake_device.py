@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from echelon.collectives.cuda_timing import CudaDevice
-from echelon.collectives.work import Work
+from echelon.collectives.work import CudaDevice, Work
 
 
 class FakeStream:

@@ -17,10 +17,9 @@ from echelon.collectives import (
     ring_all_reduce,
     torch_group,
 )
-from echelon.collectives.cuda_timing import EventClock, EventTiming
 from echelon.collectives.process_groups import without_serialization_warning
 from echelon.collectives.torch_group import Backend, backend_of, backends_of
-from echelon.collectives.work import HOST_TIMING
+from echelon.collectives.work import HOST_TIMING, EventClock, EventTiming
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.collectives.fake_device import FakeDevice
@@ -62,6 +61,7 @@ def reductions(length: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(tensor.double(), value, rtol=0.01 if op == "mean" else 0, atol=0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reductions(warm_ranks: Warm, size: int) -> None:

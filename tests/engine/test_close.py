@@ -61,6 +61,7 @@ def close_and_go_on(plan: str) -> tuple[bool, bool, bool, list[str]]:
     return is_whole, is_tied, is_clean, [name for name in names if not torch.isfinite(after[name]).all()]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     "context=2-2",
     "data=2 microbatches=2-2",

@@ -21,7 +21,7 @@ from echelon.engine.compiling import SelectiveCompiler, compile_layers
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
-from echelon.nn.head.compiled_loss import LossCompiler
+from echelon.nn.head.losses import LossCompiler
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.stage import Stage
@@ -149,10 +149,12 @@ def test_compiled_layers_with_dropout_are_equal_to_one_device(warm_ranks: Warm, 
     assert_equal(warm_ranks(2), GPT, plan)
 
 
+@pytest.mark.slow
 def test_a_model_without_layers_and_with_a_break_is_compiled_as_a_whole(warm_ranks: Warm) -> None:
     assert_equal(warm_ranks(2), BREAKING, "data=2 zero=3")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["microbatches=2", "tensor=1"])
 def test_gradients_that_the_compiler_returns_as_views_are_added_and_clipped_once(
     warm_ranks: Warm, plan: str
@@ -222,7 +224,7 @@ def num_graphs(layers: list[int], precision: str) -> list[int]:
     return added
 
 
-@pytest.mark.slow_cases("fp32")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_layers_and_engines_share_what_is_compiled(warm_ranks: Warm, precision: str) -> None:
     first, *others = warm_ranks(1).run(num_graphs, [2, 2, 5], precision)[0]
@@ -247,6 +249,7 @@ def num_dropping_graphs(layers: int) -> list[int]:
     return added
 
 
+@pytest.mark.slow
 def test_dropout_is_no_reason_to_compile_every_layer_and_step_again(warm_ranks: Warm) -> None:
     first, second = warm_ranks(1).run(num_dropping_graphs, 1)[0]
     assert first > 0

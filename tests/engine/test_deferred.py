@@ -157,6 +157,7 @@ def test_steps_that_overflow_are_skipped_without_a_read(plan: str) -> None:
 FP16_PLANS = ["data=2 zero=1 precision=fp16", "pipeline=2 schedule=pipedream microbatches=2 precision=fp16"]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("plan", [*PLANS, *FP16_PLANS])
 def test_a_step_of_ranks_reads_nothing(warm_ranks: Warm, plan: str) -> None:
     first, second = warm_ranks(2).run(train_without_reads, plan)

@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("gpt-4")
 @pytest.mark.parametrize(("kind", "ranks", "plans"), CASES, ids=["gpt-2", "gpt-4", "buffers-2"])
 def test_every_plan_starts_with_the_same_weights(
@@ -185,6 +186,7 @@ def start_in_little_memory(plan: str) -> tuple[int, int, int]:
     return memory.peak, owned, unit
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=4 zero=3")
 @pytest.mark.parametrize("plan", ["data=4 zero=3", "tensor=2 pipeline=2", "data=2 pipeline=2 zero=3"])
 def test_no_rank_ever_holds_more_than_its_part_and_two_units(

@@ -70,6 +70,7 @@ def own_forward(
     return str(engine.audit[1])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", ["pipeline=2 microbatches=2", "pipeline=2 schedule=pipedream microbatches=4"]
 )
@@ -127,6 +128,7 @@ def gpt_results(plan: str, *, loss: str) -> list[str]:
     return [str(result) for result in engine.audit]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [

@@ -29,6 +29,7 @@ def case(model: str, plan: str, **changes: Any) -> Case:
     return dataclasses.replace(CASES[model], **(given | changes))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("gpt-pipeline=2 microbatches=2 update=last-backward")
 @pytest.mark.parametrize(
     ("model", "plan"),

@@ -45,7 +45,7 @@ def fingerprint(plan: str) -> list[bytes]:
     return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
 
 
-@pytest.mark.slow_cases("pipeline=2 data=2 microbatches=2 schedule=interleaved chunks=2 zero=2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -115,6 +115,7 @@ def in_low_precision(plan: str) -> tuple[list[float], list[torch.dtype], bytes]:
     return losses, [state[name].dtype, optimizer[name]["exp_avg"].dtype], whole
 
 
+@pytest.mark.slow
 def test_low_precision_trains_through_masters(warm_ranks: Warm) -> None:
     results = warm_ranks(4).run(in_low_precision, "pipeline=2 data=2 zero=1 microbatches=2 precision=bf16")
     losses, types, _ = results[0]
@@ -149,6 +150,7 @@ def test_a_schedule_from_a_file_runs(tmp_path: Path) -> None:
     assert verdict.worst[1] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_printed_program_runs_with_its_sends(tmp_path: Path) -> None:
     file = tmp_path / "interleaved.txt"
     file.write_text(show(build("interleaved", (1, 1), 4, 2)))

@@ -90,7 +90,7 @@ def train(
         return engine.full_state_dict(), engine.full_optimizer_state(), norms, repr(engine)
 
 
-@pytest.mark.slow_cases("0-gpt", "1-gpt", "2-gpt", "3-gpt")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "name"),
     [

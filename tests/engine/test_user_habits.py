@@ -69,6 +69,7 @@ def test_a_scheduler_of_torch_over_the_engines_optimizer(plan: str) -> None:
     check_scheduled(plan)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("plan", ["data=2", "data=2 zero=2", "data=2 zero=3", "pipeline=2 microbatches=2"])
 def test_a_scheduler_of_torch_on_every_rank(warm_ranks: Warm, plan: str) -> None:
     warm_ranks(2).run(check_scheduled, plan)

@@ -44,6 +44,7 @@ def check(name: str, plan: str) -> None:
     torch.testing.assert_close(flat(trained), flat(plain), rtol=0, atol=1e-9)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_a_loop_equals_its_twin(warm_ranks: Warm, name: str, plan: str) -> None:

@@ -13,7 +13,7 @@ from tests.fuzz.strategy import trainings
 from tests.fuzz.values import MOST_RANKS
 
 
-@pytest.mark.quick_cases(50)
+@pytest.mark.quick_cases(25)
 @pytest.mark.parametrize("wish", list(wishes()), ids=str)
 def test_a_wish_never_ends_without_a_value_and_comes_true(wish: Wish) -> None:
     for number in range(2):

@@ -110,6 +110,7 @@ class Normalized(torch.nn.Module):
         return output
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     "bf16-data=2 sync=async staleness=0",
     "bf16-data=2 zero=3",

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.engine import parallelize
-from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
-from echelon.nn.losses import VocabularyPart
+from echelon.nn.losses import VocabularyPart, Wanted, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

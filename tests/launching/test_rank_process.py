@@ -132,6 +132,7 @@ def test_stacks_of_a_rank_that_never_returns_from_c(process: RankProcess) -> Non
     assert not process.is_alive
 
 
+@pytest.mark.slow
 def test_an_unguarded_launch_is_explained_once() -> None:
     script = Path(__file__).parent / "scripts" / "unguarded.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)

@@ -55,6 +55,7 @@ def test_more_tensors_than_file_descriptors_come_back() -> None:
             assert [tensor[0].item() for tensor in received] == list(range(2000))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.slow_cases("raise-raised ValueError: the learning rate went for a walk")
 @pytest.mark.parametrize(
     ("way", "reason"),
@@ -308,6 +309,7 @@ def test_file_descriptors_are_given_back() -> None:
     assert len(os.listdir(folder)) <= before
 
 
+@pytest.mark.slow
 def test_starting_is_quiet_imports_torch_in_the_server_only_and_needs_no_closing() -> None:
     script = Path(__file__).parent / "scripts" / "unclosed.py"
     command = [sys.executable, "-W", "error", script]

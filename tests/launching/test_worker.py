@@ -142,6 +142,7 @@ def test_ctrl_c_ends_the_ranks_through_their_parent(launched: Launched) -> None:
     assert launched.leaves_nothing()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_killed_parent_takes_its_ranks_along(launched: Launched, number: signal.Signals) -> None:
     launched.process.send_signal(number)

@@ -1,13 +1,18 @@
 import ast
 import dataclasses
 import inspect
+import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import echelon.models.config
-import echelon.models.experts_config
 from echelon.errors import UserError
-from echelon.models import ModelConfig, RopeScaling, build
+from echelon.models import ExpertsConfig, ModelConfig, RopeScaling, build
+from echelon.models.config import value_errors
+from echelon.nn.experts import HierarchicalGate, SigmoidGate, gates_of
+from tests.models.conftest import MIXTURES
 
 GPT = ModelConfig("gpt", layers=2, width=16, heads=4, vocab=37, sequence=24)
 LLAMA = ModelConfig("llama", layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=24)
@@ -88,10 +93,110 @@ def test_rope_scaling_errors():
         RopeScaling(8.0, 4.0, 4.0, 16)
 
 
-@pytest.mark.parametrize("module", [echelon.models.config, echelon.models.experts_config])
-def test_configs_need_no_torch(module):
-    tree = ast.parse(inspect.getsource(module))
+def test_configs_need_no_torch():
+    tree = ast.parse(inspect.getsource(echelon.models.config))
     froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     plain = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    ours = {"echelon.errors", "echelon.models.experts_config"}
+    ours = {"echelon.errors", "echelon.models.config"}
     assert froms | plain <= {"collections.abc", "dataclasses", "math", "typing"} | ours
+
+
+VALID = {"num_experts": 8, "top_k": 2, "hidden": 16}
+
+
+def expert_errors_of(**values: object) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        ExpertsConfig(**VALID | values)
+    return [error.split(":")[0] for error in caught.value.errors]
+
+
+def test_all_errors_of_experts_are_listed_at_once():
+    errors = expert_errors_of(
+        gate="softmx", top_k=0, hidden=1.5, shared=-1, capacity=0, balance=-1, normalize=1
+    )
+    names = ["gate", "top_k", "hidden", "shared", "normalize", "balance", "capacity"]
+    assert [error.split("=")[0] for error in errors] == names
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"top_k": 9}, "top_k=9 num_experts=8"),
+        ({"top_k": 1}, "top_k=1 normalize=True"),
+        ({"gate": "switch"}, "top_k=2 gate='switch'"),
+        ({"gate": "gshard", "top_k": 1}, "top_k=1 gate='gshard'"),
+        ({"gate": "sigmoid", "balance": 0.1}, "balance=0.1 gate='sigmoid'"),
+        ({"scale": 2.0}, "scale=2.0 gate='softmax'"),
+        ({"gate": "sigmoid", "groups": 3}, "num_experts=8 groups=3"),
+        ({"gate": "sigmoid", "groups": 4, "group_top_k": 5}, "group_top_k=5 groups=4"),
+        ({"gate": "sigmoid", "groups": 8, "group_top_k": 1}, "top_k=2 group_top_k=1"),
+        ({"gate": "hierarchical", "groups": 4, "group_top_k": 3}, "top_k=2 group_top_k=3"),
+        ({"shared_gate": True}, "shared_gate=True shared=0"),
+    ],
+)
+def test_values_that_do_not_fit_together(values, error):
+    assert expert_errors_of(**values) == [error]
+
+
+def test_a_model_with_experts_has_them_in_a_layer_and_no_width_that_nothing_has():
+    experts = ExpertsConfig(**VALID, first_dense=2)
+    with pytest.raises(UserError, match=r"layers=2 experts\.first_dense=2: no layer is left"):
+        ModelConfig("llama", 2, 16, 4, vocab=8, sequence=8, experts=experts)
+    with pytest.raises(UserError, match=r"ffn=40 experts\.first_dense=0: no layer has a dense"):
+        ModelConfig("llama", 2, 16, 4, vocab=8, sequence=8, ffn=40, experts=ExpertsConfig(**VALID))
+    with pytest.raises(UserError, match="experts=8: must be an ExpertsConfig"):
+        ModelConfig("llama", 2, 16, 4, vocab=8, sequence=8, experts=8)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_active_parameters_are_those_that_a_token_is_computed_with(name):
+    """Of the experts, those that get a gradient from one token."""
+    config = MIXTURES[name]
+    torch.manual_seed(0)
+    model = build(config).double().eval()
+    model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+    used = 0
+    for key, parameter in model.named_parameters():
+        if ".experts." in key:
+            assert parameter.grad is not None
+            used += int((parameter.grad.flatten(1).abs().sum(1) > 0).sum()) * parameter[0].numel()
+        else:
+            used += parameter.numel()
+    assert used == config.num_active_parameters
+
+
+def test_fields_reach_the_gate():
+    (first, _) = gates_of(build(MIXTURES["sigmoid"]))
+    assert isinstance(first, SigmoidGate)
+    assert (first.top_k, first.groups, first.top_groups, first.scale, first.bias_rate) == (3, 4, 2, 2.5, 0.01)
+    (first, _) = gates_of(build(MIXTURES["hierarchical"]))
+    assert isinstance(first, HierarchicalGate)
+    assert (first.groups, first.top_groups, first.top_experts, first.load) == (4, 2, 2, 0.1)
+    assert [gate.capacity for gate in gates_of(build(MIXTURES["gshard"]))] == [1.5, 1.5]
+
+
+VALUES = {
+    "count": [1, 2**62],
+    "count or 0": [0, 1],
+    "number": [1, 1e-9],
+    "weight": [0, 0.0, 2.5],
+    "fraction": [0, 0.999],
+    "flag": [True, False],
+}
+WRONG = {
+    "count": [0, -1, 1.0, True, None, "1"],
+    "count or 0": [-1, 0.0, False],
+    "number": [0, -1, math.inf, math.nan, True, "1"],
+    "weight": [-0.1, math.inf, math.nan, True, None],
+    "fraction": [1, 1.0, -0.1, math.nan, False],
+    "flag": [0, 1, None, "true"],
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_each_kind_has_its_borders(kind: str) -> None:
+    for value in VALUES[kind]:
+        assert value_errors(SimpleNamespace(a=value), kind, "a") == []
+    for value in WRONG[kind]:
+        (error,) = value_errors(SimpleNamespace(a=value, b=VALUES[kind][0]), kind, "a", "b")
+        assert error.startswith(f"a={value!r}: must be ")

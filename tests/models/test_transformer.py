@@ -2,13 +2,15 @@
 
 import copy
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.models import GPT, Llama, ModelConfig, build
+from echelon.models import GPT, Llama, ModelConfig, build, cross_entropy, generate
 
 
 def built(config, seed=0):
@@ -181,3 +183,148 @@ def test_norm_sums_in_float32_at_least(dtype):
 def test_llama_refuses_a_config_of_another_family():
     with pytest.raises(UserError, match="family 'gpt'"):
         Llama(ModelConfig("gpt", layers=1, width=16, heads=4, vocab=37, sequence=24))
+
+
+LOGITS = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([[1, 2, -100, 0, 6], [3, -100, -100, 5, 4]])
+
+
+def test_total_and_count_leave_ignored_targets_out():
+    total, count = cross_entropy(LOGITS, TARGETS)
+    kept = TARGETS != -100
+    chosen = LOGITS.log_softmax(-1)[kept].gather(1, TARGETS[kept][:, None])
+    torch.testing.assert_close(total, -chosen.sum(), rtol=1e-14, atol=0)
+    assert total.dtype == torch.float64
+    assert count.item() == 7
+    assert not count.is_floating_point()
+
+
+def test_totals_and_counts_of_parts_add_up():
+    parts = [cross_entropy(LOGITS[i : i + 1], TARGETS[i : i + 1]) for i in range(2)]
+    total, count = cross_entropy(LOGITS, TARGETS)
+    torch.testing.assert_close(parts[0][0] + parts[1][0], total, rtol=1e-14, atol=0)
+    assert parts[0][1] + parts[1][1] == count
+    assert parts[0][1] != parts[1][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lower_types_are_summed_in_float32(dtype):
+    low = LOGITS.to(dtype).requires_grad_()
+    total, _ = cross_entropy(low, TARGETS)
+    assert total.dtype == torch.float32
+    exact, _ = cross_entropy(low.detach().double(), TARGETS)
+    torch.testing.assert_close(total.detach().double(), exact, rtol=1e-6, atol=0)
+    total.backward()
+    assert low.grad.dtype == dtype
+
+
+def test_nothing_counted_is_zero_and_has_zero_gradient():
+    logits = LOGITS.clone().requires_grad_()
+    total, count = cross_entropy(logits, torch.full_like(TARGETS, -100))
+    total.backward()
+    assert (total.item(), count.item()) == (0.0, 0)
+    assert not logits.grad.any()
+
+
+def test_bad_targets_are_all_listed():
+    with pytest.raises(UserError) as caught:
+        cross_entropy(LOGITS, TARGETS[:, :-1].int())
+    assert "logits are [2, 5, 7], targets [2, 4]" in caught.value.errors[0]
+    assert "targets.long()" in caught.value.errors[1]
+
+
+def test_what_has_logits_is_taken_as_it_is():
+    output = SimpleNamespace(logits=LOGITS, loss=None)
+    assert cross_entropy(output, TARGETS) == cross_entropy(LOGITS, TARGETS)
+    with pytest.raises(UserError, match="targets must have the shape"):
+        cross_entropy(output, TARGETS[:1])
+
+
+PROMPT = torch.tensor([5, 1, 30])
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return build(config)
+
+
+def test_prompt_comes_first_and_shape_follows_it(config):
+    model = model_of(config)
+    flat, batch = generate(model, PROMPT, 4), generate(model, PROMPT[None].repeat(2, 1), 4)
+    assert flat.shape == (7,)
+    assert batch.shape == (2, 7)
+    assert torch.equal(flat[:3], PROMPT)
+    assert torch.equal(generate(model, PROMPT, 0), PROMPT)
+
+
+def test_seed_decides_and_the_global_one_is_not_touched(config):
+    model = model_of(config)
+    state = torch.get_rng_state()
+    first = generate(model, PROMPT, 12, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert torch.equal(generate(model, PROMPT, 12, seed=1), first)
+    assert not torch.equal(generate(model, PROMPT, 12, seed=2), first)
+
+
+def test_longer_than_the_sequence_sees_the_last_tokens(config):
+    model = model_of(config)
+    size = config.sequence
+    long = generate(model, PROMPT, size + 3, temperature=0)
+    assert long.shape == (size + 6,)
+    assert long[-1] == model(long[None, -size - 1 : -1])[0, -1].argmax()
+
+
+def test_temperature_zero_and_top_one_take_the_likeliest(config):
+    model = model_of(config)
+    greedy = generate(model, PROMPT, 6, temperature=0)
+    assert torch.equal(generate(model, PROMPT, 6, top_k=1, seed=7), greedy)
+    for end in range(3, 9):
+        assert greedy[end] == model(greedy[None, :end])[0, -1].argmax()
+
+
+def test_draws_follow_temperature_and_top_k(config):
+    """2000 first tokens: only the top 5 come, about as often as the sharpened probabilities say."""
+    model = model_of(config)
+    with torch.no_grad():
+        model.embedding.tokens.weight.mul_(20)  # so that some tokens are clearly likelier
+        logits = model(PROMPT[None])[0, -1].double()
+    drawn = generate(model, PROMPT[None].repeat(2000, 1), 1, temperature=0.5, top_k=5)[:, -1]
+    best = logits.topk(5)
+    expected = torch.zeros(37, dtype=torch.float64).index_put((best.indices,), (best.values / 0.5).softmax(0))
+    frequencies = torch.bincount(drawn, minlength=37) / 2000
+    assert set(drawn.tolist()) <= set(best.indices.tolist())
+    torch.testing.assert_close(frequencies.double(), expected, rtol=0, atol=0.04)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_is_restored_also_after_an_error(config, training):
+    model = model_of(config).train(training)
+    seen = []
+    handle = model.head.register_forward_hook(lambda *_: seen.append(model.training))
+    generate(model, PROMPT, 1)
+    assert seen == [False]
+    handle.remove()
+    model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, PROMPT, 1)
+    assert model.training is training
+
+
+def test_bad_input_lists_all_errors(config):
+    with pytest.raises(UserError) as caught:
+        generate(model_of(config), torch.tensor([1.0, 99.0]), -1, temperature=-0.1, top_k=0)
+    starts = [error.split(" ")[0].split("=")[0] for error in caught.value.errors]
+    assert starts == ["prompt_tokens", "prompt_tokens", "length", "temperature", "top_k"]
+    with pytest.raises(UserError, match="with at least one token"):
+        generate(model_of(config), torch.tensor([], dtype=torch.int64), 1)
+
+
+def test_rows_end_with_the_token_that_ends_a_text(config, monkeypatch):
+    """The first row draws 3 2 4 5, the second 1 2: it is over, and filled up, until the first is too."""
+    draws = iter([[[3], [1]], [[2], [9]], [[4], [2]], [[9], [7]]])
+    monkeypatch.setattr(
+        sys.modules["echelon.models.transformer"], "_draw", lambda *_: torch.tensor(next(draws))
+    )
+    written = generate(model_of(config), PROMPT[None].repeat(2, 1), 10, end=9)
+    assert written[:, 3:].tolist() == [[3, 2, 4, 9], [1, 9, 9, 9]]

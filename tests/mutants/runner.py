@@ -1,6 +1,7 @@
 """Runs the tests of a mutant against a changed copy of the sources. The tree itself is never changed.
 
-A test that fails has found the mutant, and so has one that does not end in time or crashes.
+A test that fails has found the mutant, and so has one that does not end in time or crashes. Where quick ones
+pass, those marked `slow` run too.
 """
 
 import shutil
@@ -20,7 +21,8 @@ from tests.mutants.pytest_server import PRELOADED, PytestServer
 
 FOUND, HANGING, SURVIVED, INVALID = "found", "found (hangs)", "survived", "invalid"
 
-_PASSED, _FAILED = 0, 1  # exit codes of pytest; others mean that no test ran
+_PASSED, _FAILED, _NO_TESTS = 0, 1, 5  # exit codes of pytest; others mean that no test ran
+_SLOW = ("-m", "slow")
 _SHOWN = 4000  # characters of the output of tests that should have run
 
 
@@ -91,8 +93,18 @@ class Runner:
         start = time.monotonic()
         with self.planted(mutant) as copy:
             code, output = self.run_tests(copy, mutant.tests, self._timeout)
+            if code in (_PASSED, _NO_TESTS) and self._slow_tests_fail(copy, mutant.tests):
+                code = _FAILED
         result = _result(code)
         return Outcome(mutant, result, time.monotonic() - start, output if result == INVALID else "")
+
+    def _slow_tests_fail(self, copy: Path, tests: Sequence[str]) -> bool:
+        """Return whether a slow test fails in the copy, and not without the mutant."""
+        slow, timeout = (*_SLOW, *tests), 5 * self._timeout
+        return (
+            self.run_tests(copy, slow, timeout)[0] == _FAILED
+            and self.run_tests(self.clean, slow, timeout)[0] == _PASSED
+        )
 
     @contextmanager
     def planted(self, mutant: Change) -> Iterator[Path]:

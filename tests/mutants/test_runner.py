@@ -16,10 +16,21 @@ def after(n):
 """
 
 _TESTS = """
+import pytest
 from echelon.toy import after
 
 def test_after():
     assert after(-1) == 1
+
+@pytest.mark.slow
+def test_after_a_large_number():
+    assert after(100) == 101
+"""
+
+_OPTIONS = """
+[tool.pytest.ini_options]
+addopts = "-m 'not slow'"
+markers = ["slow: runs where quick ones find nothing"]
 """
 
 
@@ -32,7 +43,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tests").mkdir()
     (folder / "tests/test_toy.py").write_text(_TESTS)
     (folder / "tests/test_wrong.py").write_text(_TESTS.replace("== 1", "== 3"))
-    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (folder / "pyproject.toml").write_text(_OPTIONS)
     return folder
 
 
@@ -50,14 +61,15 @@ def toy_mutant(old: str, new: str) -> Mutant:
 def test_outcomes(checkout: Path, runner: Runner) -> None:
     expected = {
         toy_mutant("return n + 1", "return n + 2"): FOUND,
+        toy_mutant("return n + 1", "return min(n, 9) + 1"): FOUND,
         toy_mutant("return n + 1", "return 1 + n"): SURVIVED,
         toy_mutant("return n + 1", "return (n + 1"): INVALID,
     }
     assert runner.check_clean(["tests/test_toy.py"], timeout=60.0) is None
     outcomes = list(runner.run_all(list(expected)))
     assert {outcome.mutant: outcome.result for outcome in outcomes} == expected
-    assert [outcome.is_found for outcome in outcomes] == [True, False, False]
-    assert "SyntaxError" in outcomes[2].output
+    assert [outcome.is_found for outcome in outcomes] == [True, True, False, False]
+    assert "SyntaxError" in outcomes[3].output
     assert (checkout / "src/echelon/toy.py").read_text() == _SOURCE, "the tree is not changed"
 
 
@@ -68,6 +80,7 @@ def test_a_mutant_that_hangs_is_found(checkout: Path) -> None:
     assert (outcome.result, outcome.is_found) == (HANGING, True)
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_are_reported(runner: Runner) -> None:
     output = runner.check_clean(["tests/test_wrong.py"], timeout=60.0)
     assert output is not None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.integer_attributes import (
+from echelon.nn.forward_state import (
     attributes,
     attributes_as,
     integer_attributes,

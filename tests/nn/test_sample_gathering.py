@@ -88,6 +88,7 @@ def case(loss: Callable[..., Tensor]) -> Case:
 PLANS = ["data=2", "data=4 zero=3", "data=4", "data=3 zero=2"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loss", [clip_loss, local_loss])
 @pytest.mark.slow_cases(

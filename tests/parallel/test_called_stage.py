@@ -20,13 +20,13 @@ from tests.unlisted_models import Diffusion, Lightning, NanoGPT, case, noisy, to
 PIPELINES = ((NanoGPT, "transformer.h"), (Lightning, None), (Diffusion, "blocks"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("model", "layers"), PIPELINES)
 def test_stages_train_as_one_device(model: Any, layers: str | None) -> None:
     assert_equal(case(model, layers=layers), "pipeline=2 microbatches=2")
 
 
-@pytest.mark.quick_cases(5)
-@pytest.mark.slow_cases
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("model", "layers"), PIPELINES)
 @pytest.mark.parametrize(
     "plan",
@@ -40,7 +40,7 @@ def test_stages_compose(model: Any, layers: str | None, plan: str) -> None:
     assert_equal(case(model, layers=layers), plan)
 
 
-@pytest.mark.slow_cases
+@pytest.mark.slow
 def test_every_layer_may_be_a_stage() -> None:
     assert_equal(case(NanoGPT, layers="transformer.h"), "pipeline=4 microbatches=4 schedule=gpipe")
 

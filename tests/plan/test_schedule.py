@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.plan.schedule import Schedule
+from echelon.plan.axes import Schedule
 from tests.plan.examples import Examples, cases_of, check_rule, rules_of
 
 EXAMPLES: Examples = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.plan.update import Update
+from echelon.plan.state import Update
 from tests.plan.examples import Examples, cases_of, check_rule, rules_of
 
 EXAMPLES: Examples = {

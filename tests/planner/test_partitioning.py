@@ -311,6 +311,7 @@ def determinism_of(seed: str) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_the_same_answer_whatever_the_hash_seed() -> None:
     answers = {determinism_of(seed) for seed in ("0", "1", "77")}
     assert len(answers) == 1

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from echelon.engine.traces.trace_file import trace_text
+from echelon.engine.trace import trace_text
 
 
 def write_run(

@@ -11,8 +11,7 @@ from echelon.report.page import MOST_BYTES, gather, render
 from tests.report.browser import Browser, Page, needs_chromium
 from tests.report.folders import step_row, write_run
 from tests.report.profiler_traces import write_trace
-from tests.report.test_page import hostile_run
-from tests.report.test_server import served
+from tests.report.test_page import hostile_run, served
 
 pytestmark = needs_chromium
 

@@ -114,6 +114,7 @@ def test_text_is_escaped() -> None:
 numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(points=st.lists(st.tuples(numbers, numbers), max_size=20), name=st.text(max_size=60))
 def test_any_numbers_give_a_chart_that_stays_inside(points: list[tuple[float, float]], name: str) -> None:

@@ -15,8 +15,7 @@ from echelon.launching import RankFailed
 from echelon.train import loop
 from echelon.train.events import Event, Noted, Restarting, Started, Stepped
 from echelon.train.jobs.job import Job, OptimizerJob
-from echelon.train.runs import supervisor
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted, supervisor
 from echelon.train.trainer import train
 from tests.train.test_trainer import small_job
 
@@ -94,6 +93,7 @@ def fall_asleep_once(job: Job, folder: Path) -> int | None:
         return supervisor.rank_main(job, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_ranks_that_hang_are_started_again(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job(tmp_path, steps=7, save_every=2, evaluate_every=0)
@@ -113,6 +113,7 @@ def test_ranks_that_hang_are_started_again(how: str, tmp_path: Path, monkeypatch
     assert about(run)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
     events: list[Event] = []
 

@@ -86,6 +86,7 @@ def train_job_and_engine(job: Job, folder: Path) -> tuple[list[dict[str, Tensor]
     ]
 
 
+@pytest.mark.slow
 def test_averages_and_named_layers_of_a_job_are_those_of_parallelize(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks]
 ) -> None:
@@ -174,6 +175,7 @@ def train_parts_of_a_traced_job(folder: Path) -> list[set[int]]:
     return traced
 
 
+@pytest.mark.slow
 def test_a_job_has_the_trace_of_the_steps_it_names(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks]
 ) -> None:

@@ -1,11 +1,16 @@
 """Rehearsals: they run the very program that is shown, and their typical turn is the median one."""
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
+from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.models import preset
+from echelon.models.hf.config import config_to_hf
 from echelon.plan import Plan
 from echelon.program import (
     COMPUTE,
@@ -20,7 +25,15 @@ from echelon.program import (
     simulate,
 )
 from echelon.train import rehearsal
-from echelon.train.rehearsal import Rehearsal, model_for, rehearse
+from echelon.train.rehearsal import (
+    Rehearsal,
+    Work,
+    config_of_model,
+    dry_run_of,
+    model_for,
+    rehearse,
+    try_plans,
+)
 
 PROGRAM = build("1f1b", (1, 1), 2)
 
@@ -82,3 +95,30 @@ def test_the_typical_turn_has_the_median_bubble_and_starts_at_0() -> None:
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 1), (2, 4), (4, 10)])
 def test_the_model_has_three_layers_a_stage(stages: int, blocks: int) -> None:
     assert model_for(stages).layers == blocks
+
+
+WORK = Work(preset("gpt-tiny"), 8, 32)
+
+
+def test_models_are_presets_or_folders(tmp_path: Path) -> None:
+    assert config_of_model("gpt-tiny") == preset("gpt-tiny")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(preset("llama-tiny"), "bfloat16")))
+    assert config_of_model(str(tmp_path)).layers == preset("llama-tiny").layers
+    assert config_of_model(str(tmp_path / "config.json")) == config_of_model(str(tmp_path))
+    with pytest.raises(UserError, match="'gpt-1t' is only a shape"):
+        config_of_model("gpt-1t")
+
+
+def test_a_dry_run_has_the_part_of_the_batch_of_its_replica() -> None:
+    halves, whole = (dry_run_of(WORK, plan, 0).memory.peak["activations"] for plan in ("data=2", "data=1"))
+    assert halves == pytest.approx(whole / 2, rel=0.05)
+
+
+def test_plans_run_and_those_that_cannot_say_why() -> None:
+    fine, wrong = try_plans(WORK, ["data=2 zero=1", "tensor=3"], steps=1)
+    assert fine.seconds is not None
+    assert fine.seconds > 0
+    assert fine.peak is not None
+    assert fine.peak > 3 * 4 * preset("gpt-tiny").num_parameters / 2
+    assert (wrong.seconds, wrong.peak) == (None, None)
+    assert wrong.error

@@ -13,7 +13,7 @@ from echelon.report.contents import contents
 from echelon.report.run_files import read_run
 from tests.cases import vectors
 from tests.engine.step.runtime.watched_engine import engine_for
-from tests.train.trackers.recording import Recording
+from tests.train.recording_tracker import Recording
 
 Warm = Callable[[int], Ranks]
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 import echelon
 from echelon.errors import UserError
 from echelon.models import build, load_hf, save_hf
+from echelon.plan import Plan
 from echelon.train import run
 from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.jobs.job import DataJob, Job, ModelJob, OptimizerJob
-from echelon.train.trainer import train
+from echelon.train.jobs.job_rules import job_errors
+from echelon.train.trainer import train, with_chosen_plan
 
 
 def small_job(folder: Path, **changes: object) -> Job:
@@ -218,3 +221,25 @@ def test_under_torchrun_the_ranks_that_are_there_train(tmp_path: Path) -> None:
     assert done.stdout.count("echelon train") == 1, "rank 0 alone prints"
     assert done.stdout.count("the run is in") == 1
     assert done.stdout.count("echelon report ") == 1
+
+
+def test_a_job_that_says_its_plan_stays() -> None:
+    assert with_chosen_plan(Job()) == (Job(), "")
+
+
+def test_a_job_gets_a_plan_for_so_many_ranks() -> None:
+    job, why = with_chosen_plan(Job(plan="auto ranks=2 memory=100MiB", batch=8))
+    assert Plan.parse(job.plan).ranks == 2
+    assert job_errors(job) == []
+    assert f'plan="{job.plan}"' in why
+    assert replace(job, plan="") == Job(plan="", batch=8)
+
+
+def test_other_errors_come_first_and_all_of_them() -> None:
+    with pytest.raises(UserError) as caught:
+        with_chosen_plan(Job(plan="auto", steps=0, model=ModelJob(preset="gpt-tinny")))
+    assert len(caught.value.errors) == 2
+    with pytest.raises(UserError, match="must be one of"):
+        with_chosen_plan(Job(plan="auto precision=9"))
+    with pytest.raises(UserError, match="for images say a plan"):
+        with_chosen_plan(Job(plan="auto", task="images", batch=4))

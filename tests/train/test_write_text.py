@@ -32,7 +32,7 @@ def test_a_model_with_a_tokenizer_may_end_its_text(tmp_path: Path, monkeypatch: 
     written = write_text(folder, "Hello", tokens=3, temperature=0)
     assert written.text.startswith("Hello")
     ending = torch.tensor([[END]])
-    monkeypatch.setattr(sys.modules["echelon.models.generate"], "_draw", lambda *_: ending)
+    monkeypatch.setattr(sys.modules["echelon.models.transformer"], "_draw", lambda *_: ending)
     written = write_text(folder, "Hello", tokens=9)
     assert (written.text, written.tokens, written.ended) == ("Hello", 1, True)
 

@@ -43,6 +43,7 @@ def plain() -> tuple[State, list[float]]:
     return train_plain()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -81,6 +82,7 @@ def test_averages_are_those_of_torch(warm_ranks: Warm, plan: str, plain: tuple[S
         assert result.is_back
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "plan",
     ["data=1", "offload=optimizer", "offload=optimizer,parameters", "offload=parameters update=backward"],

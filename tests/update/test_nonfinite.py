@@ -56,6 +56,12 @@ def test_a_poisoned_batch_is_left_out_on_one_device(poison: Poison, deferred: bo
     check_left_out([train_on_rank("data=1", poison, deferred=deferred)], "data=1", poison)
 
 
+def test_a_loss_that_is_no_number_in_one_microbatch_is_left_out() -> None:
+    """Rows of an embedding that other microbatches use have numbers, and none on one device."""
+    check_left_out([train_on_rank("expert=1 microbatches=4", LOSS)], "expert=1", LOSS)
+
+
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("plan", "poison"),
     [

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -20,6 +21,7 @@ Warm = Callable[[int], Ranks]
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("vae", "data=2 microbatches=2"), ("layers", "pipeline=2 microbatches=2 recompute=full")],
@@ -43,7 +45,8 @@ def test_a_model_that_draws_trains_as_on_one_device(name: str, plan: str) -> Non
     ],
 )
 def test_every_plan_draws_the_same(name: str, plan: str) -> None:
-    assert_equal(case(name), plan)
+    updates_early = "update=backward" in plan  # before the norm is known
+    assert_equal(replace(case(name), clip=None) if updates_early else case(name), plan)
 
 
 @pytest.mark.slow
@@ -58,7 +61,7 @@ def test_every_plan_draws_the_same(name: str, plan: str) -> None:
     ],
 )
 def test_every_pipeline_draws_the_same(plan: str) -> None:
-    assert_equal(case("layers"), plan)
+    assert_equal(replace(case("layers"), clip=None) if "pipedream" in plan else case("layers"), plan)
 
 
 class NumpyNoise(nn.Module):

@@ -85,6 +85,7 @@ def test_workers_in_rounds_are_equal_to_one_device_where_they_hold_as_many(make_
     assert_equal(case(make_model, twelve, steps=6), "data=2 sync=async staleness=0 microbatches=2")
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_are_held_to_the_replay_of_their_masks_too() -> None:
     assert_equal(case(steps=6), "data=3 sync=async staleness=2 microbatches=2")
 
@@ -93,7 +94,7 @@ def untied_gpt() -> nn.Module:
     return build(dataclasses.replace(gpt().config, dropout=0.1, tied=False))
 
 
-@pytest.mark.slow_cases("pipedream")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_the_formulas_of_pipelines_that_never_drain_have_the_same_masks(schedule: str) -> None:
     plan = f"pipeline=2 data=2 schedule={schedule} microbatches=3"

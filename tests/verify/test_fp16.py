@@ -42,6 +42,7 @@ def check(case: Case, plan: str, ranks: Ranks) -> LowPrecisionVerdict:
     return verdict
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=2 sync=async staleness=1")
 @pytest.mark.parametrize(
     "plan",
@@ -87,6 +88,7 @@ DYNAMIC = {"loss_scale": DynamicScale(start=2.0**14, factor=4.0, interval=2)}
 STATIC = pytest.param({"loss_scale": 1024.0}, marks=pytest.mark.slow)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=2 sync=async staleness=0-dynamic", "data=2 sync=parameter-server-dynamic")
 @pytest.mark.parametrize("options", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ SOME = list(zip(PLACES, SCHEDULES, strict=True))
 OTHERS = [(place, plan) for place in PLACES for plan in SCHEDULES if (place, plan) not in SOME]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("place", "plan"), [*SOME, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
@@ -164,6 +167,7 @@ def skip_every_step(engine: Engine) -> None:
     engine._update.stepper.step = lambda factor, _=False: step(factor, True)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bug", [update_anyway, keep_the_scale, skip_every_step])
 def test_bugs_of_loss_scaling_are_found(bug: Callable[[Engine], None], warm_ranks: WarmRanks) -> None:
     case = overflow_case(0, "rows")

@@ -4,17 +4,19 @@ from collections.abc import Callable
 
 import pytest
 
+import echelon
 from echelon.launching import Ranks
 from echelon.plan import Plan
-from echelon.verify import verify
+from echelon.verify import inject_bug, verify
 from echelon.verify.inject_bug import BUGS
-from tests.cases import perceptron_case
+from tests.cases import Perceptron, adamw, mean_loss, perceptron_case, vectors
 from tests.injected_bugs import rows
 
 # One of each kind of code that bugs break: losses, sums, rings, norms.
 FAST = ("mean-of-microbatches", "tied-not-summed", "ring-gradients-lost", "norm-counts-copies")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "bug", [pytest.param(bug, marks=[] if bug in FAST else pytest.mark.slow) for bug in BUGS]
 )
@@ -88,3 +90,23 @@ def test_an_unknown_bug_is_refused_with_the_names() -> None:
     with pytest.raises(ValueError, match="did you mean 'divide-twice'") as refusal:
         verify(perceptron_case(), "data=2", inject_bug="divide-twise")
     assert all(name in str(refusal.value) for name in BUGS)
+
+
+def test_scaled_gradients_have_a_scaled_norm() -> None:
+    model = Perceptron()
+    whole = echelon.parallelize(model, "data=1", optimizer=adamw, loss=mean_loss)
+    start = whole.full_state_dict()
+    norm = whole.step(vectors(0)).grad_norm
+    again = Perceptron()
+    again.load_state_dict(start)
+    broken = echelon.parallelize(again, "data=1", optimizer=adamw, loss=mean_loss, audit="off")
+    assert inject_bug._scale(broken._local.sharings, 3.0)
+    assert abs(broken.step(vectors(0)).grad_norm - 3 * norm) < 1e-5 * norm
+
+
+def test_one_rank_without_experts_or_ties_has_nothing_to_break() -> None:
+    engine = echelon.parallelize(Perceptron(), "data=1", optimizer=adamw, loss=mean_loss)
+    assert not inject_bug.keep_experts_apart(engine)
+    assert not inject_bug.multiply_experts(engine)
+    assert not inject_bug.keep_ties_apart(engine)
+    assert not inject_bug.skip_bucket(engine)

@@ -37,6 +37,7 @@ def case_of(model: str, optimizer: str, plan: str) -> Case:
     return replace(case, make_optimizer=partial(make, optimizer), clip=clip)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("gpt-tensor=2-adafactor", "gpt-tensor=2-sm3")
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize("optimizer", SUMS)
@@ -45,6 +46,7 @@ def test_sums_over_rows_and_columns(optimizer: str, model: str, plan: str) -> No
     assert_equal(case_of(model, optimizer, plan), plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.parametrize(
     ("optimizer", "model", "plan"),

@@ -176,7 +176,7 @@ def always_newest(engine: Engine) -> None:
 def count_twice(engine: Engine) -> None:
     """The mean is taken over twice as many samples as there were."""
     norm = engine._update.norm
-    engine._update.norm = lambda tally: norm(tally * 2)
+    engine._update.norm = lambda tally, *rest, **named: norm(tally * 2, *rest, **named)
 
 
 @pytest.mark.slow_cases("always_newest-pipedream-vertical", "overwrite-pipedream")

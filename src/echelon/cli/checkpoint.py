@@ -1,4 +1,4 @@
-"""echelon checkpoint show, and echelon export: checkpoints for people, and for other programs."""
+"""echelon checkpoint show, export and import: checkpoints for people, and for and of other programs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,8 +46,7 @@ def show(path: CheckpointPath, as_json: Json = False) -> None:
     summary = {**summarize(saved), "whole": True}
     if as_json:
         print_json(summary)
-    else:
-        screen.print(_table(summary))
+    screen.print(_table(summary))
 
 
 def _table(summary: dict[str, Any]) -> Table:
@@ -90,9 +89,76 @@ def export(run: RunPath, to: Format, out: Out = None, dtype: Dtype = None, as_js
                 "bytes": done.num_bytes,
             }
         )
-        return
     size = show_bytes(done.num_bytes)
     screen.print(
         f"{done.folder}: {done.tensors:,} tensors, {size}, of step {done.step:,} ({done.checkpoint})",
+        markup=False,
+    )
+
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A folder of torch DCP (FSDP2, torchtitan) or DeepSpeed (universal, ZeRO), or a file.",
+    ),
+]
+Folder = Annotated[Path, typer.Option(help="The folder to write.")]
+To = Annotated[
+    str,
+    typer.Option(
+        help="weights: safetensors. checkpoint: what engine.load takes, with the optimizer's state."
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="The Hugging Face folder of the same model: names are checked; config and tokenizer are copied."
+    ),
+]
+Prefix = Annotated[
+    str | None, typer.Option(help="What stands before the names of weights, like model.; found if left out.")
+]
+WrittenDtype = Annotated[str | None, typer.Option("--dtype", help="The type of weights, like bfloat16.")]
+UnsafePickle = Annotated[
+    bool,
+    typer.Option("--unsafe-pickle", help="Read pickle files, for tensors and plain values alone."),
+]
+
+
+def import_weights(
+    source: Source,
+    out: Folder,
+    to: To = "weights",
+    config: Config = None,
+    prefix: Prefix = None,
+    dtype: WrittenDtype = None,
+    unsafe_pickle: UnsafePickle = False,
+    as_json: Json = False,
+) -> None:
+    """Write another system's checkpoint as safetensors or as a checkpoint of echelon's, without any rank."""
+    from echelon.train.import_weights import import_weights
+
+    screen = console(as_json)
+    with screen.status(f"importing {source} …"):
+        done = import_weights(
+            source, out, unsafe_pickle=unsafe_pickle, to=to, config=config, prefix=prefix, dtype=dtype
+        )
+    if as_json:
+        print_json(
+            {
+                "folder": str(done.folder),
+                "format": done.kind,
+                "prefix": done.prefix,
+                "tensors": done.tensors,
+                "bytes": done.num_bytes,
+                "skipped": list(done.skipped),
+            }
+        )
+    left = (
+        f"; {len(done.skipped)} other entries (optimizer and the like) were left out" if done.skipped else ""
+    )
+    screen.print(
+        f"{done.folder}: {done.tensors:,} tensors, {show_bytes(done.num_bytes)}, from {done.kind}{left}",
         markup=False,
     )

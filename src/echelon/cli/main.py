@@ -18,8 +18,6 @@ from echelon import __version__
 from echelon.cli import (
     checkpoint,
     doctor,
-    generate,
-    import_weights,
     partition,
     plan,
     report,
@@ -32,7 +30,7 @@ from echelon.cli.options import ReaderGoneError, is_first_rank, print_json
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.launching.torchrun import report_failure
-from echelon.train.runs import preempted
+from echelon.train.runs import Preempted
 
 _FAILURES = (1, 2)  # of this rank; a signal ends the other ranks too
 
@@ -54,8 +52,8 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("watch")(report.watch)
 app.command("doctor")(doctor.doctor)
-app.command("generate")(generate.generate)
-app.command("import")(import_weights.import_weights)
+app.command("generate")(report.generate)
+app.command("import")(checkpoint.import_weights)
 app.command("export")(checkpoint.export)
 app.add_typer(checkpoint.app, name="checkpoint")
 
@@ -98,10 +96,10 @@ def run(
         return _fail(arguments, 2, f"{error.format_message()}\nsee: {name} --help")
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
-    except preempted.Preempted as error:
+    except Preempted as error:
         if is_first_rank():
-            _fail(arguments, preempted.EXIT_CODE, _with_notes(error))
-        return preempted.EXIT_CODE
+            _fail(arguments, error.exit_code, _with_notes(error))
+        return error.exit_code
     except ReaderGoneError:  # its output was not wanted any more: that of a training is, to the end
         _drop_output()
         return 1 if "train" in arguments[:1] else 0

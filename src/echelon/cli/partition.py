@@ -107,7 +107,6 @@ def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -
 
 
 def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
-    """Print a row per stage, and a sentence with the fields of a plan."""
     table = Table()
     for heading in ("stage", "layers", "replicas", "time", "limited by", "memory", "workers"):
         is_text = heading in ("layers", "limited by", "workers")

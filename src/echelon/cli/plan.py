@@ -1,4 +1,4 @@
-"""echelon plan: predict a plan, search the best ones, or compare predictions with published runs."""
+"""echelon plan: predict plans, search the best ones, try them here, compare predictions with known runs."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,16 @@ from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
 from echelon.errors import UserError, raise_errors
+from echelon.launching.torchrun import is_under_torchrun
 from echelon.quantities import show_bytes, show_seconds
 
 if TYPE_CHECKING:
+    from echelon.engine.dry_run import DryRun
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
     from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
-    from echelon.planner.validate.report import SourceErrors
-    from echelon.train.plan_trials import Work
+    from echelon.train.rehearsal import Trial, Work
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 
@@ -37,7 +38,7 @@ PlanText = Annotated[str | None, typer.Option("--plan", help="Predict this plan 
 Precision = Annotated[str, typer.Option(help=f"Of the search: {', '.join(_PRECISIONS)}.")]
 Top = Annotated[str, typer.Option(metavar="INTEGER", help="How many plans to show.")]
 Emit = Annotated[Path | None, typer.Option(help="Write a job file with the best plan, for echelon train.")]
-DryRun = Annotated[
+Dry = Annotated[
     bool, typer.Option("--dry-run", help="Run a rank of the plan, without others: its bytes and messages.")
 ]
 Rank = Annotated[str, typer.Option(metavar="INTEGER", help="Of the dry run.")]
@@ -61,7 +62,7 @@ def plan(
     precision: Precision = "bf16",
     top: Top = "10",
     emit: Emit = None,
-    dry_run: DryRun = False,
+    dry_run: Dry = False,
     rank: Rank = "0",
     measure: Measure = None,
     validate: Validate = None,
@@ -72,8 +73,10 @@ def plan(
         _validate(validate, as_json)
         return
     errors: list[str] = []
-    size, tokens, count = _numbers(batch, sequence, top, errors)
-    most = read_count("--measure", measure, errors)
+    if batch is None:
+        errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
+    size, tokens = read_count("--batch", batch, errors), read_count("--sequence", sequence, errors)
+    count, most = read_count("--top", top, errors), read_count("--measure", measure, errors)
     if not (rank.isascii() and rank.isdecimal()):
         errors.append(f"--rank {rank}: must be an integer, at least 0")
     if precision not in _PRECISIONS:
@@ -91,33 +94,22 @@ def plan(
         result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
         _show_prediction(best[0].prediction, screen)
     else:
-        found = _search(shape, machines, size, tokens, precision, max(count, most or 0))
+        from echelon.planner.searching.search import search
+
+        shown = max(count, most or 0)
+        found = search(shape, machines, size, sequence=tokens, precision=precision, top=shown)
         best = found.best
         result |= found.to_dict()
         _show_search(found, screen)
     if best and (dry_run or most is not None):
-        work = _work(str(model), size, tokens or shape.sequence)
-        if dry_run:
-            result["dry_run"] = _dry_run(work, best[0], int(rank), screen)
-        if most is not None:
-            best, result["measured"] = _measure(work, best[:most], machines, screen)
+        sizes, dry_rank = (size, tokens or shape.sequence), int(rank) if dry_run else None
+        best, tried = _try_here(str(model), sizes, best, machines, dry_rank, most, screen)
+        result |= tried
     if as_json:
         print_json(result)
     if not best:
         raise typer.Exit(1)
     _emit(emit, str(model), best[0].plan, size, tokens)
-
-
-def _numbers(
-    batch: str | None, sequence: str | None, top: str, errors: list[str]
-) -> tuple[int | None, int | None, int | None]:
-    if batch is None:
-        errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
-    return (
-        read_count("--batch", batch, errors),
-        read_count("--sequence", sequence, errors),
-        read_count("--top", top, errors),
-    )
 
 
 def _inputs(
@@ -156,39 +148,29 @@ def _predict(
     return Found(str(parsed), predict(shape, parsed, machines, batch, sequence))
 
 
-def _search(
-    shape: "ModelShape", machines: "Cluster", batch: int, sequence: int | None, precision: str, top: int
-) -> "SearchResult":
-    from echelon.planner.searching.search import search
+def _try_here(
+    model: str,
+    sizes: tuple[int, int],
+    best: tuple["Found", ...],
+    machines: "Cluster",
+    rank: int | None,
+    most: int | None,
+    screen: Console,
+) -> tuple[tuple["Found", ...], dict[str, Any]]:
+    """Run a rank of the best plan dry, and so many plans; return these in the order of what they took."""
+    from echelon.train.rehearsal import Work, config_of_model, dry_run_of
 
-    return search(shape, machines, batch, sequence=sequence, precision=precision, top=top)
-
-
-def _work(model: str, batch: int, sequence: int) -> "Work":
-    from echelon.train.plan_trials import Work, config_of_model
-
-    return Work(config_of_model(model), batch, sequence)
-
-
-def _dry_run(work: "Work", found: "Found", rank: int, screen: Console) -> dict[str, Any]:
-    from echelon.cli.plan_checks import show_dry_run
-    from echelon.train.plan_trials import dry_run_of
-
-    run = dry_run_of(work, found.plan, rank)
-    show_dry_run(run, found.prediction, screen)
-    return run.to_dict()
-
-
-def _measure(
-    work: "Work", best: tuple["Found", ...], machines: "Cluster", screen: Console
-) -> tuple[tuple["Found", ...], list[dict[str, Any]]]:
-    """Run these plans; return them in the order of what they took."""
-    from echelon.cli.plan_checks import measure, show_trials
-
-    trials = measure(work, best, machines)
-    show_trials(trials, best, screen)
-    order = [trial.plan for trial in trials]
-    return tuple(sorted(best, key=lambda each: order.index(each.plan))), [each._asdict() for each in trials]
+    work, result = Work(config_of_model(model), *sizes), dict[str, Any]()
+    if rank is not None:
+        run = dry_run_of(work, best[0].plan, rank)
+        show_dry_run(run, best[0].prediction, screen)
+        result["dry_run"] = run.to_dict()
+    if most is not None:
+        trials, found = measure(work, best[:most], machines), {each.plan: each for each in best}
+        show_trials(trials, best, screen)
+        best = tuple(found[trial.plan] for trial in trials)
+        result["measured"] = [each._asdict() for each in trials]
+    return best, result
 
 
 def _show_prediction(prediction: "Prediction", screen: Console) -> None:
@@ -213,7 +195,6 @@ def _show_prediction(prediction: "Prediction", screen: Console) -> None:
 
 
 def _show_search(result: "SearchResult", screen: Console) -> None:
-    """Print a row per plan, and why others were cut."""
     if not result.best:
         screen.print(result.advice)
         return
@@ -232,7 +213,6 @@ def _show_search(result: "SearchResult", screen: Console) -> None:
 
 
 def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
-    """Write a job file for the plan, if there is a path."""
     if path is None:
         return
     lines = [f'plan = "{plan_text}"', f"batch = {batch}"]
@@ -262,16 +242,74 @@ def _validate(path: Path, as_json: bool) -> None:
     sources = validate(path)
     if as_json:
         print_json({"sources": {name: errors.to_dict() for name, errors in sources.items()}})
-    else:
-        _show_errors(sources, console(as_json))
-
-
-def _show_errors(sources: dict[str, "SourceErrors"], screen: Console) -> None:
-    """Print a row per source."""
     table = Table("source", "rows", "refused", "mean", "median", "largest", "memory, mean")
     for name, errors in sources.items():
         values = errors.to_dict()
         shares = ("mean_error", "median_error", "max_error", "memory_mean_error")
         cells = ["" if values[share] is None else f"{values[share]:.1%}" for share in shares]
         table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
+    console(as_json).print(table)
+
+
+_HELD = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+def show_dry_run(found: "DryRun", prediction: "Prediction", screen: Console) -> None:
+    """Print bytes by category, predicted and by the code, and what the rank sends in a step."""
+    from echelon.collectives.layout import Layout
+
+    stage = Layout(found.plan).position(found.rank).pipeline
+    memory = prediction.memory[max(at for at, first in enumerate(prediction.stages) if first <= stage)]
+    table = Table(f"rank {found.rank}", "predicted", "code")
+    for name in _HELD:
+        table.add_row(name, show_bytes(getattr(memory, name)), show_bytes(found.memory.peak[name]))
+    table.add_row("at the peak, all", show_bytes(memory.peak), show_bytes(found.memory.peak_total))
+    if memory.host:
+        table.add_row("host", show_bytes(memory.host), show_bytes(sum(found.memory.host_peak.values())))
     screen.print(table)
+    moved = Table("axis", "operation", "of", "calls", "sent", "received")
+    for (axis, operation, subject), each in found.moved[-1].items():
+        sizes = (str(each.calls), show_bytes(each.sent), show_bytes(each.received))
+        moved.add_row(axis, operation, subject, *sizes)
+    screen.print(moved)
+    screen.print(f"A step has {len(found.program)} instructions on this rank.")
+
+
+def measure(work: "Work", best: tuple["Found", ...], cluster: "Cluster") -> list["Trial"]:
+    """Run the best plans here; the fastest first, those that failed last."""
+    import torch
+
+    from echelon.planner.cluster.here import devices_here
+    from echelon.planner.cluster.read import CPU
+    from echelon.train.jobs.machine_fit import most_ranks_here
+    from echelon.train.rehearsal import try_plans
+
+    is_processor, gpus = cluster.device.name == CPU, torch.cuda.device_count()
+    most = most_ranks_here() if is_processor else gpus
+    errors = []
+    if is_under_torchrun():
+        errors.append("--measure starts its own ranks: run it without torchrun")
+    if bool(gpus) == is_processor or cluster.count > most:
+        here = f"{gpus} GPUs" if gpus else f"{devices_here()} cores; use --cluster cpu:{devices_here()}"
+        asked = f"{cluster.device.name}:{cluster.count}"
+        errors.append(f"--measure runs on this machine, which is not {asked}: it has {here}")
+    raise_errors("echelon plan", errors)
+    trials = try_plans(work, [each.plan for each in best])
+    trials.sort(key=lambda trial: trial.seconds or float("inf"))
+    if trials[0].seconds is None:
+        raise UserError("--measure: no plan could be run", [f"{each.plan}: {each.error}" for each in trials])
+    return trials
+
+
+def show_trials(trials: list["Trial"], best: tuple["Found", ...], screen: Console) -> None:
+    predictions = {each.plan: each.prediction for each in best}
+    table = Table("plan", "measured", "predicted", "memory", "predicted")
+    for trial in trials:
+        prediction = predictions[trial.plan]
+        if trial.seconds is None or trial.peak is None:
+            table.add_row(Text(trial.plan), Text(trial.error), "", "", "")
+            continue
+        times = (show_seconds(trial.seconds), show_seconds(prediction.step_seconds))
+        table.add_row(Text(trial.plan), *times, show_bytes(trial.peak), show_bytes(prediction.peak))
+    screen.print(table)
+    screen.print(f"The fastest here: {trials[0].plan}", markup=False)

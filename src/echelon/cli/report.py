@@ -1,4 +1,4 @@
-"""echelon report and echelon watch: what there is to see of a run."""
+"""echelon report, watch and generate: what there is to see of a run, and what its model writes."""
 
 import sys
 import webbrowser
@@ -41,8 +41,7 @@ def report(
         raise UserError(f"--out {path}: cannot be written: {error.strerror or error}") from error
     if as_json:
         print_json({"page": str(path), "bytes": len(page.encode())})
-    else:
-        console(as_json).print(f"the page is {path} ({show_bytes(len(page.encode()))})", markup=False)
+    console(as_json).print(f"the page is {path} ({show_bytes(len(page.encode()))})", markup=False)
     if open_page:
         webbrowser.open(path.absolute().as_uri())
 
@@ -51,7 +50,7 @@ def watch(
     runs: Runs, port: Port = 0, open_page: Open = False, quick: Quick = False, as_json: Json = False
 ) -> None:
     """Serve the page of a run on this machine alone, and update it while the run goes on. Ctrl-C ends it."""
-    from echelon.report.server import PageServer
+    from echelon.report.page import PageServer
 
     with PageServer(runs, port, predict=not quick) as server:
         if as_json:
@@ -61,3 +60,41 @@ def watch(
         if open_page:
             webbrowser.open(server.url)
         server.serve()
+
+
+RunOrFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a finished run, or a Hugging Face folder.")
+]
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text that the model goes on from.")]
+Tokens = Annotated[int, typer.Option(help="How many tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(help="Below 1 sharper, above 1 wilder; 0: always the likeliest.")]
+TopK = Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens.")]
+Seed = Annotated[int, typer.Option(help="The same seed writes the same text.")]
+
+
+def generate(
+    run: RunOrFolder,
+    prompt: Prompt,
+    tokens: Tokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 50,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Write text with the model of a run. It has no cache of keys and values: to look, not to serve."""
+    from echelon.train.write_text import write_text
+
+    screen = console(as_json)
+    with screen.status("writing …"):
+        written = write_text(run, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    if as_json:
+        print_json(
+            {
+                "model": str(written.folder),
+                "prompt": written.prompt,
+                "text": written.text,
+                "tokens": written.tokens,
+                "ended": written.ended,
+            }
+        )
+    screen.print(written.text, markup=False, highlight=False, soft_wrap=True)

@@ -135,7 +135,6 @@ def _name_errors(name: str) -> list[str]:
 
 
 def _unused_with_measure(texts: dict[str, str | None], as_text: bool) -> list[str]:
-    """List the options that --measure would ignore."""
     costs = [name for name, text in texts.items() if text != _DEFAULTS.get(name)]
     errors = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in costs]
     if as_text:

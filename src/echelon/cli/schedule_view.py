@@ -16,9 +16,10 @@ from echelon.errors import UserError, raise_errors
 from echelon.hardware import usable_cores
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
-from echelon.program import Op, Program, Span, Timeline, grid, show
+from echelon.program import Op, Program, Span, Timeline, show
 from echelon.program.picture import Panel, draw_together
 from echelon.program.simulate import WORK
+from echelon.program.text import draw
 from echelon.quantities import show_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ class ScheduleRequest:
         return f"{self.name}: {self.stages} stages{chunks}{batches} {self.microbatches} microbatches"
 
     def display(self, screen: Console, figures: str) -> None:
-        """Print the headline, and a line of figures below it."""
         screen.print(f"[bold]{escape(self.headline)}[/]: checked, no errors", soft_wrap=True)
         screen.print(figures, soft_wrap=True)
 
@@ -98,7 +98,6 @@ class SimulatedSchedule:
         }
 
     def display(self, screen: Console) -> None:
-        """Print the figures, a table of the ranks, and the grid in colour."""
         line, bubble = self.line, self.line.bubble_fraction
         exact = f"{bubble} = " if isinstance(bubble, Fraction) and bubble.denominator < 1000 else ""
         of, seconds = self.request.bubble_of, float(line.makespan)
@@ -133,7 +132,6 @@ class MeasuredSchedule:
 
     @classmethod
     def run(cls, screen: Console, request: ScheduleRequest) -> "MeasuredSchedule":
-        """Run the schedule on ranks of this machine."""
         raise_errors(f"schedule '{request.name}'", _measuring_errors(request))
         from echelon.train.rehearsal import rehearse
 
@@ -164,7 +162,6 @@ class MeasuredSchedule:
         }
 
     def display(self, screen: Console) -> None:
-        """Print the two bubbles, the costs, and the two grids in colour."""
         self.request.display(screen, self._figures())
         rehearsal, costs = self.rehearsal, self._costs()
         table = _table("stage", *(op.name.lower().replace("_", " for ") for op in costs))
@@ -209,7 +206,6 @@ class MeasuredSchedule:
 
 
 def _measuring_errors(request: ScheduleRequest) -> list[str]:
-    """List why a program cannot be measured here."""
     program = request.program
     ranks = len(program.ranks)
     forwards = sum(instruction.op is Op.FORWARD for work in program.ranks for instruction in work)
@@ -251,7 +247,7 @@ def _display_spans(
     """Print the first parts of the grid, about two screens; a column is `tick` long."""
     if len(spans) > _MOST_SPANS:
         return
-    drawn = grid.draw(spans, ranks, tick=tick)
+    drawn = draw(spans, ranks, tick=tick)
     blocks = list(drawn.blocks(screen.width))
     count = max(1, _MOST_LINES // (len(drawn.lines) + 1))
     for block in blocks[:count]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from echelon.cli.options import is_first_rank
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 
 EXIT_CODE = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT

@@ -57,10 +57,10 @@ def train(
     if not is_under_torchrun() and (job is None or job.exists()):
         start_fork_server("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
-    from echelon.train.jobs.auto_plan import with_chosen_plan
     from echelon.train.jobs.job_file import read_job
     from echelon.train.runs.resume import resume as find_run
     from echelon.train.trainer import train as run
+    from echelon.train.trainer import with_chosen_plan
 
     continued = find_run(job, settings or (), plan) if resume else None
     read = read_job(job, settings or (), plan) if continued is None else continued.job

@@ -66,8 +66,7 @@ def verify(
         )
     if as_json:
         print_json(verdict.to_dict())
-    else:
-        screen.print(("[green]✓[/] " if verdict.holds else "[red]✗[/] ") + escape(str(verdict)))
+    screen.print(("[green]✓[/] " if verdict.holds else "[red]✗[/] ") + escape(str(verdict)))
     return 0 if verdict.holds else 1
 
 

@@ -23,9 +23,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.ledger import Ledger, Move, Traffic
-from echelon.collectives.work import HOST_TIMING, Timing, Work
+from echelon.collectives.work import HOST_TIMING, EventTiming, Timing, Work, cuda_clock
 from echelon.errors import UserError
 from echelon.quantities import show_bytes
 
@@ -59,10 +58,8 @@ class Copy:
         self._move: Move | None = move
 
     def wait(self) -> None:
-        """Let work that is issued from now on wait for the copy.
-
-        Only the thread of the step calls this, once for every copy; more calls are harmless.
-        """
+        """Let work that is issued from now on wait for the copy. Only the thread of the step calls this, once
+        for every copy; more calls are harmless."""
         if self._move is not None:
             self._timing.wait(self._work, self._move, self._ledger)
             self._move = self.tensor = None

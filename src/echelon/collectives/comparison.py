@@ -67,7 +67,7 @@ class Call(NamedTuple):
     dtype: str
     elements: int  # that all ranks must agree on
     detail: str = ""  # 'sum', 'from rank 0'
-    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of an all-to-all: from each rank, to each
+    rows: Sequence[Sequence[int]] | None = None  # of an all-to-all: from each rank, to each
     content: str = ""
     place: str = ""
 
@@ -86,10 +86,7 @@ class Call(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Call":
-        fields = json.loads(data)
-        rows = fields[5]
-        fields[5] = None if rows is None else (tuple(rows[0]), tuple(rows[1]))
-        return cls(*fields)
+        return cls(*json.loads(data))
 
     @classmethod
     def of(
@@ -99,19 +96,18 @@ class Call(NamedTuple):
         payload: int,
         tensors: Sequence[Tensor],
         detail: str,
-        rows: tuple[Sequence[int], Sequence[int]] | None,
+        rows: Sequence[Sequence[int]] | None,
     ) -> "Call":
         """`payload` is in bytes."""
         place = place_of(pulse.read_own()).removeprefix("is ").removesuffix(", ")
-        both = None if rows is None else (tuple(rows[0]), tuple(rows[1]))
         if not tensors:
-            return cls(operation, axis, "", 0, detail, both, place=place)
+            return cls(operation, axis, "", 0, detail, rows, place=place)
         first = tensors[0]
         # The parts of an all-to-all have any number of rows, of one size.
         elements = payload // first.element_size() if rows is None else math.prod(first.shape[1:])
         dtype = str(first.dtype).removeprefix("torch.")
         content = current_content() if operation in _MESSAGES else ""
-        return cls(operation, axis, dtype, elements, detail, both, content, place)
+        return cls(operation, axis, dtype, elements, detail, rows, content, place)
 
 
 @final
@@ -134,10 +130,9 @@ class CallComparison:
 
     def _new_key(self, call: Call, peer: int) -> str:
         source, target = (self._rank, peer) if call.operation == "send" else (peer, self._rank)
-        number = self._num_messages[f"{source}-{target}"] = (
-            self._num_messages.get(f"{source}-{target}", -1) + 1
-        )
-        return f"message/{source}-{target}/{number}"
+        way = f"{source}-{target}"
+        number = self._num_messages[way] = self._num_messages.get(way, -1) + 1
+        return f"message/{way}/{number}"
 
     def _compare(self, call: Call) -> None:
         """Return when all ranks have called the same; raise on all of them if one has not."""
@@ -208,10 +203,8 @@ class CheckedMessage(Work):
 
 
 def _is_same(first: Call, second: Call, rank: int, other: int) -> bool:
-    """Return whether two ranks call the same collective.
-
-    In an all-to-all, what one sends must be what the other expects.
-    """
+    """Return whether two ranks call the same collective. In an all-to-all, what one sends must be what the
+    other expects."""
     if (first.operation, *first[2:5]) != (second.operation, *second[2:5]):
         return False
     if first.rows is None or second.rows is None:

@@ -101,10 +101,8 @@ class Group(ABC):
         return nullcontext
 
     def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Return whether messages on tensors of `device` to one peer never hold up those of another.
-
-        NCCL runs all operations of a group in one order, over all peers.
-        """
+        """Return whether messages on tensors of `device` to one peer never hold up those of another. NCCL
+        runs all operations of a group in one order, over all peers."""
         return True
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most groups are connected when made)
@@ -122,15 +120,8 @@ class Group(ABC):
         """Reduce all ranks' `tensor`, in place on every rank."""
         share = 2 * (self.size - 1) * tensor.nbytes // self.size
         traffic = Traffic(tensor.nbytes, share, share)
-        return self._do(
-            "all_reduce",
-            traffic,
-            wait,
-            lambda: self._all_reduce(tensor, op),
-            tensor,
-            detail=op,
-            overlaps=overlaps,
-        )
+        begin = partial(self._all_reduce, tensor, op)
+        return self._do("all_reduce", traffic, wait, begin, tensor, detail=op, overlaps=overlaps)
 
     def reduce_scatter(
         self,
@@ -145,16 +136,8 @@ class Group(ABC):
         self._check_parts("reduce_scatter", whole=tensor, part=output)
         share = tensor.nbytes - output.nbytes
         traffic = Traffic(tensor.nbytes, share, share)
-        return self._do(
-            "reduce_scatter",
-            traffic,
-            wait,
-            lambda: self._reduce_scatter(output, tensor, op),
-            output,
-            tensor,
-            detail=op,
-            overlaps=overlaps,
-        )
+        begin = partial(self._reduce_scatter, output, tensor, op)
+        return self._do("reduce_scatter", traffic, wait, begin, output, tensor, detail=op, overlaps=overlaps)
 
     def all_gather(
         self, output: Tensor, tensor: Tensor, *, wait: bool = True, overlaps: bool = True
@@ -183,33 +166,21 @@ class Group(ABC):
             tensor.nbytes - tensor[:1].nbytes * to_all[self.rank],
             output.nbytes - output[:1].nbytes * from_all[self.rank],
         )
-        return self._do(
-            "all_to_all",
-            traffic,
-            wait,
-            lambda: self._all_to_all(output, tensor, from_all, to_all),
-            output,
-            tensor,
-            # One rank's parts may all be empty while another's are not, so every rank takes part.
-            skip_empty=False,
-            rows=(from_all, to_all),
-        )
+        begin, rows = partial(self._all_to_all, output, tensor, from_all, to_all), (from_all, to_all)
+        # One rank's parts may all be empty while another's are not, so every rank takes part.
+        return self._do("all_to_all", traffic, wait, begin, output, tensor, skip_empty=False, rows=rows)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, wait: bool = True) -> Handle:
         """Copy the tensor of `source` into that of every rank."""
         traffic = self._one_way(tensor.nbytes, outgoing=source == self.rank)
-        detail = f"from rank {source}"
-        return self._do(
-            "broadcast", traffic, wait, lambda: self._broadcast(tensor, source), tensor, detail=detail
-        )
+        begin = partial(self._broadcast, tensor, source)
+        return self._do("broadcast", traffic, wait, begin, tensor, detail=f"from rank {source}")
 
     def reduce(self, tensor: Tensor, target: int = 0, op: Reduction = "sum", *, wait: bool = True) -> Handle:
         """Reduce all ranks' `tensor` into that of `target`; the others' tensors are undefined."""
         traffic = self._one_way(tensor.nbytes, outgoing=target != self.rank)
-        detail = f"{op}, to rank {target}"
-        return self._do(
-            "reduce", traffic, wait, lambda: self._reduce(tensor, target, op), tensor, detail=detail
-        )
+        begin = partial(self._reduce, tensor, target, op)
+        return self._do("reduce", traffic, wait, begin, tensor, detail=f"{op}, to rank {target}")
 
     def scatter(
         self, output: Tensor, tensor: Tensor | None = None, source: int = 0, *, wait: bool = True
@@ -219,10 +190,8 @@ class Group(ABC):
             self._check_parts("scatter", whole=tensor, part=output)
         traffic = self._parts(output, is_root=source == self.rank, outgoing=source == self.rank)
         tensors = [output] if tensor is None else [output, tensor]
-        detail = f"from rank {source}"
-        return self._do(
-            "scatter", traffic, wait, lambda: self._scatter(output, tensor, source), *tensors, detail=detail
-        )
+        begin = partial(self._scatter, output, tensor, source)
+        return self._do("scatter", traffic, wait, begin, *tensors, detail=f"from rank {source}")
 
     def gather(
         self, tensor: Tensor, output: Tensor | None = None, target: int = 0, *, wait: bool = True
@@ -232,20 +201,18 @@ class Group(ABC):
             self._check_parts("gather", whole=output, part=tensor)
         traffic = self._parts(tensor, is_root=target == self.rank, outgoing=target != self.rank)
         tensors = [tensor] if output is None else [tensor, output]
-        detail = f"to rank {target}"
-        return self._do(
-            "gather", traffic, wait, lambda: self._gather(tensor, output, target), *tensors, detail=detail
-        )
+        begin = partial(self._gather, tensor, output, target)
+        return self._do("gather", traffic, wait, begin, *tensors, detail=f"to rank {target}")
 
     def send(self, tensor: Tensor, target: int, *, wait: bool = True) -> Handle:
         """Send to `target`, which must `recv` the same number of elements of the same type."""
         traffic = self._one_way(tensor.nbytes, outgoing=True)
-        return self._do("send", traffic, wait, lambda: self._send(tensor, target), tensor, peer=target)
+        return self._do("send", traffic, wait, partial(self._send, tensor, target), tensor, peer=target)
 
     def recv(self, tensor: Tensor, source: int, *, wait: bool = True) -> Handle:
         """Receive from `source` into `tensor`."""
         traffic = self._one_way(tensor.nbytes, outgoing=False)
-        return self._do("recv", traffic, wait, lambda: self._recv(tensor, source), tensor, peer=source)
+        return self._do("recv", traffic, wait, partial(self._recv, tensor, source), tensor, peer=source)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this."""

@@ -158,10 +158,8 @@ class Layout:
         return max(self.place(axis, first)[1] for first in self._first_ranks)
 
     def column(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
-        """Return the ranks of `stages` in the pipeline of `rank`, in order.
-
-        Where all stages have as many replicas, those with the same number along `data`.
-        """
+        """Return the ranks of `stages` in the pipeline of `rank`, in order. Where all stages have as many
+        replicas, those with the same number along `data`."""
         own, is_grid = self.position(rank), self.even
         positions = ((other, self.position(other)) for other in self.group("pipeline", rank))
         return tuple(
@@ -176,10 +174,8 @@ class Layout:
         return tuple(dict.fromkeys(self.column(rank, stages) for rank in first_stage))
 
     def same_groups(self, axis: str, other: str) -> bool:
-        """Return whether the groups along two axes are the same.
-
-        The groups of one stage have one shape, so its first rank answers for all.
-        """
+        """Return whether the groups along two axes are the same. The groups of one stage have one shape, so
+        its first rank answers for all."""
         firsts = [self.position(rank) for rank in self._first_ranks]
         return all(self._extent(axis, first).same(self._extent(other, first)) for first in firsts)
 
@@ -221,14 +217,10 @@ class Layout:
         self, equal: Collection[str], position: Position, everyone: range, size: int
     ) -> Iterator[int]:
         """Yield the cells with the experts of `position`, of all contexts; of its copy, or with its part."""
-        begin, end = (
-            (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
-        )
-        for cell in everyone[begin:end]:
-            same_part = "expert_part" not in equal or (
-                self._expert_part(cell, cell % size) == position.expert_part
-            )
-            if self._expert(cell) == position.expert and same_part:
+        by_part, begin = "expert_part" in equal, position.copy * size
+        for cell in everyone[begin : begin + size] if "copy" in equal else everyone:
+            part = self._expert_part(cell, cell % size) if by_part else position.expert_part
+            if self._expert(cell) == position.expert and part == position.expert_part:
                 yield cell
 
     def _shard_size(self, replicas: int) -> int:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 if TYPE_CHECKING:
-    from echelon.collectives.cuda_timing import EventTimes
+    from echelon.collectives.work import EventTimes
 
 
 class Traffic(NamedTuple):
@@ -35,10 +35,8 @@ class Traffic(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """One operation: begun at `start` (time.perf_counter), done `seconds` later.
-
-    Its caller waited for `waited` seconds, from `wait_start` on.
-    """
+    """One operation: begun at `start` (time.perf_counter), done `seconds` later. Its caller waited for
+    `waited` seconds, from `wait_start` on."""
 
     axis: str
     operation: str
@@ -128,10 +126,8 @@ class Ledger:
         return StepMoves(tuple(self._moves), partial(self._read_until, self._num_deferred))
 
     def start_step(self) -> None:
-        """Drop the moves of the previous step; the totals stay.
-
-        Reads what the device has completed. The rest is at most what it has queued, and is read later.
-        """
+        """Drop the moves of the previous step; the totals stay. Reads what the device has completed. The rest
+        is at most what it has queued, and is read later."""
         while self._unread and self._unread[0].is_complete():
             self._add_times(self._unread.popleft().read())
         self._moves = []

@@ -163,10 +163,8 @@ class Mesh:
         return {} if self._boundary is None else self._boundary.storages()
 
     def group_of_stages(self, stages: Collection[int]) -> Group:
-        """Open a group of this pipeline's ranks that are in one of `stages`; every rank must call this.
-
-        Where all stages have as many replicas, those with the same number along `data`.
-        """
+        """Open a group of this pipeline's ranks that are in one of `stages`; every rank must call this. Where
+        all stages have as many replicas, those with the same number along `data`."""
         column = self.layout.column(self.rank, stages)
         process_group = new_process_group(column, partial(self.layout.columns, stages))
         if process_group is None:
@@ -176,10 +174,8 @@ class Mesh:
         return group
 
     def edges(self, pairs: Collection[tuple[int, int]]) -> Edges:
-        """Return the edges between this rank and others of its pipeline; every rank must call this.
-
-        `pairs` (sender, receiver) are all that the program uses, as the pipeline numbers its ranks.
-        """
+        """Return the edges between this rank and others of its pipeline; every rank must call this. `pairs`
+        (sender, receiver) are all that the program uses, as the pipeline numbers its ranks."""
         group = self.group("pipeline")
         if group.size == 1 or group.has_queue_per_peer(self.device):
             return edges_over(group, self.device)
@@ -204,10 +200,8 @@ class Mesh:
         return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
 
     def _open_edge_group(self, pair: tuple[int, int], pairs: Collection[tuple[int, int]]) -> Group | None:
-        """Two ranks of this rank's pipeline, which this mesh closes; None if it is neither of them.
-
-        At the same time every pipeline opens a group for each of the `pairs`.
-        """
+        """Two ranks of this rank's pipeline, which this mesh closes; None if it is neither of them. At the
+        same time every pipeline opens a group for each of the `pairs`."""
         column = self.layout.group("pipeline", self.rank)
         with without_serialization_warning():
             process_group = new_process_group(
@@ -231,10 +225,8 @@ class Mesh:
             compare_calls(group)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close all groups of this mesh, any number of times, also when peers are gone (`failed`).
-
-        Without this, its threads, sockets and shared memory stay: torch keeps process groups in a table.
-        """
+        """Close all groups of this mesh, any number of times, also when peers are gone (`failed`). Without
+        this, its threads, sockets and shared memory stay: torch keeps process groups in a table."""
         with ExitStack() as stack:  # closes the others even if one raises
             if self._boundary is not None:
                 stack.callback(self._boundary.close)

@@ -97,10 +97,8 @@ def _create(
 
 
 def _find_split(ranks: Sequence[int], all_groups: Groups) -> tuple[int, int]:
-    """Return the number of the split that makes the group of `ranks`, and how many splits there are.
-
-    No split makes a group of one rank.
-    """
+    """Return the number of the split that makes the group of `ranks`, and how many splits there are. No split
+    makes a group of one rank."""
     own_group, own_split, colours = sorted(ranks), 0, Counter[int]()
     for members in (sorted(group) for group in all_groups if len(group) > 1):
         colour = c10d._process_group_color(members)

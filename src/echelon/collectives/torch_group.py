@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.group import COMBINE, Group, Reduction
 from echelon.collectives.ledger import Ledger
-from echelon.collectives.work import HOST_TIMING, Timing, Work
+from echelon.collectives.work import HOST_TIMING, EventTiming, Timing, Work, cuda_clock
 from echelon.errors import UserError
 from echelon.launching import PeerLost
 from echelon.launching.group import backends_of
@@ -177,7 +176,8 @@ class TorchGroup(Group):
         return self._begin(dist.gather, _movable(tensor), parts, group_dst=target)
 
     def _send(self, tensor: Tensor, target: int) -> Work:
-        return self._begin(dist.isend, self._reachable(_movable(tensor)), group_dst=target)
+        flat = _movable(tensor)
+        return self._begin(dist.isend, flat.cpu() if self._host_only(flat) else flat, group_dst=target)
 
     def _recv(self, tensor: Tensor, source: int) -> Work:
         destination = _movable(tensor)
@@ -228,9 +228,6 @@ class TorchGroup(Group):
         """Return whether the backend cannot access this memory: Gloo's messages are in host memory only."""
         return not tensor.is_cpu and self._backend(tensor.device.type).name == "gloo"
 
-    def _reachable(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._host_only(tensor) else tensor
-
     def _over_gloo(self, tensor: Tensor) -> bool:
         return tensor.is_cpu and self._backend("cpu").name == "gloo"
 
@@ -251,10 +248,8 @@ class TorchGroup(Group):
 
 
 class _Scratch:
-    """Reused buffers for incoming parts: new pages for each message would cost as much as the message.
-
-    It keeps a few buffers per type, the largest ones.
-    """
+    """Reused buffers for incoming parts: new pages for each message would cost as much as the message. It
+    keeps a few buffers per type, the largest ones."""
 
     def __init__(self) -> None:
         self._free: dict[torch.dtype, list[Tensor]] = {}
@@ -277,15 +272,8 @@ class _Scratch:
 
 # Gloo moves these types. It moves others as bytes, which can be copied but not reduced.
 MOVED_TYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
 
 

@@ -1,10 +1,9 @@
 """Training data: a corpus of tokens, labelled images, and batches of both; batches of any other dataset."""
 
 from echelon.data.corpus import Corpus, corpus_errors, open_corpus
-from echelon.data.dataset_loader import Loader, loader
+from echelon.data.dataset_loader import Loader, StreamLoader, loader
 from echelon.data.image_batches import ImageData, TrainingImages, ValidationImages, open_images
 from echelon.data.sampler import Batches, num_windows
-from echelon.data.stream_loader import StreamLoader
 from echelon.data.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [

@@ -5,11 +5,22 @@
     replica 1 of 2   9       3       6       (no sample)
 
 The global batches depend on the seed and the epoch alone, so every plan sees the same ones, and a run that
-stops can go on under another plan. Ranks of one replica get the same batch.
+stops can go on under another plan. Ranks of one replica get the same batch. A dataset that can only be read
+from its beginning on (IterableDataset) is a stream, in its own order:
+
+    stream        s0 s1 s2 s3 s4 s5 …        batch_size=3
+    replica 0     s0 s1    s3 s4             every rank reads all of the stream, and keeps its replica's
+    replica 1     s2       s5                part of each batch
+
+To go on, a stream that has a `state_dict` is set to where it was; of another one, the samples so far are read
+again and left out.
 """
 
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
@@ -19,16 +30,13 @@ from torch.utils.data import IterableDataset as _IterableDataset
 
 from echelon.data.sampler import integer_errors, rows_of_part
 from echelon.data.sampler import shuffle as shuffle_places
-from echelon.data.seeding import seeded, without_samples
-from echelon.data.stream_loader import StreamLoader, stream_errors
-from echelon.errors import raise_errors
+from echelon.errors import UserError, raise_errors
+from echelon.nn.hashing import WEYL, mix
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Replicas(Protocol):
-    """The replicas of an engine."""
-
     @property
     def replica(self) -> int: ...
     @property
@@ -66,18 +74,9 @@ def loader(
     order = _Order(num_samples, batch_size, shuffle, seed, drop_last, replica, replicas)
     needs_samples = engine is not None and engine.needs_samples
     if is_stream(dataset):
-        errors = _argument_errors(order, options) + stream_errors(
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=num_workers,
-            replicas=replicas,
-            needs_samples=needs_samples,
-        )
+        errors = _argument_errors(order, options) + _stream_errors(order, num_workers, needs_samples)
         raise_errors("the arguments of loader", errors)
-        part = (replica, replicas)
-        return StreamLoader(
-            dataset, batch_size, part, collate_fn or default_collate, seed, drop_last=drop_last
-        )
+        return StreamLoader(dataset, order, collate_fn or default_collate)
     raise_errors("the arguments of loader", _errors(dataset, order, needs_samples, options))
     parts = _Parts(dataset, collate_fn or default_collate, seed)
     own_numbers = torch.Generator().manual_seed(seed)  # torch would draw seeds of workers from the model's
@@ -125,14 +124,7 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, under this plan or another."""
-        own = self._order.description()
-        errors = [
-            f"{name}={state.get(name)!r}: this loader has {value!r}, which is another order of samples; make "
-            "it with the same value"
-            for name, value in own.items()
-            if state.get(name) != value
-        ]
-        raise_errors("the state of a loader", errors)
+        _check_state(state, self._order.description())
         epoch, batch = int(state["epoch"]), int(state["batch"])
         is_over = batch == len(self)  # and the loop had not noticed
         self._go_to(*((epoch + 1, 0) if is_over else (epoch, batch)))
@@ -166,10 +158,11 @@ class _Order(Sampler[Place]):
         missing = 0 if self.drop_last else self.batch_size - 1
         return (self.num_samples + missing) // self.batch_size
 
-    def description(self) -> dict[str, Any]:
+    def description(self, *, of_stream: bool = False) -> dict[str, Any]:
         """Return what the order of samples follows from."""
         names = ("num_samples", "batch_size", "shuffle", "seed", "drop_last")
-        return {name: getattr(self, name) for name in names}
+        of_numbers = ("num_samples", "shuffle") if of_stream else ()
+        return {name: getattr(self, name) for name in names if name not in of_numbers}
 
     def __len__(self) -> int:
         return self.num_batches - self.first
@@ -268,3 +261,116 @@ def _size_errors(order: _Order, needs_samples: bool) -> list[str]:
             f"for each of its {order.replicas} replicas; set drop_last=True, or use another batch_size"
         ]
     return []
+
+
+@final
+class StreamLoader:
+    """An iterable over the batches of one epoch of a stream, and then of the next. Made by `loader`."""
+
+    def __init__(self, stream: Any, order: _Order, collate: Collate) -> None:
+        self._stream, self._order, self._collate = stream, order, collate
+        self.epoch = self._given = 0
+        self._has_state = all(callable(getattr(stream, n, None)) for n in ("state_dict", "load_state_dict"))
+        self._first: Any = self._stream.state_dict() if self._has_state else None  # of an epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the batches from the first of the epoch on, or from where `load_state_dict` says."""
+        if callable(getattr(self._stream, "set_epoch", None)):
+            self._stream.set_epoch(self.epoch)
+        samples = iter(self._stream)
+        if not self._has_state:
+            for batch in range(self._given):
+                self._read(samples, batch)
+        while read := self._read(samples, self._given):
+            if len(read) < self._order.batch_size and self._order.drop_last:
+                break
+            self._given += 1
+            yield self._take(read)
+        self.epoch, self._given = self.epoch + 1, 0
+        if self._has_state:
+            self._stream.load_state_dict(self._first)
+
+    def _read(self, samples: Iterator[Any], batch: int) -> list[Any]:
+        # What the stream draws at random is the same on all ranks.
+        with seeded(self._order.seed, self.epoch, batch):
+            return list(islice(samples, self._order.batch_size))
+
+    def _take(self, read: list[Any]) -> Any:
+        rows = rows_of_part(len(read), self._order.replica, self._order.replicas).tolist()
+        with seeded(self._order.seed, self.epoch, self._given, self._order.replica):
+            batch = self._collate([read[row] for row in rows or [0]])
+        return batch if rows else without_samples(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where to go on, behind the last batch that was given out. The same on every rank."""
+        state = {"epoch": self.epoch, "batch": self._given, **self._order.description(of_stream=True)}
+        return {**state, "stream": self._stream.state_dict()} if self._has_state else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, under this plan or another."""
+        _check_state(state, self._order.description(of_stream=True))
+        if self._has_state and "stream" not in state:
+            raise UserError("the state of a loader has none of its stream: it is that of another dataset")
+        self.epoch, self._given = int(state["epoch"]), int(state["batch"])
+        if self._has_state:
+            self._stream.load_state_dict(state["stream"])
+
+
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    errors = [
+        f"{name}={state.get(name)!r}: this loader has {value!r}, which is another order of samples; make it "
+        "with the same value"
+        for name, value in own.items()
+        if state.get(name) != value
+    ]
+    raise_errors("the state of a loader", errors)
+
+
+def _stream_errors(order: _Order, num_workers: int, needs_samples: bool) -> list[str]:
+    errors = []
+    if order.shuffle:
+        errors.append(
+            "shuffle=True: a stream has its own order; shuffle it itself (a dataset of datasets: "
+            ".shuffle(seed=0, buffer_size=10_000))"
+        )
+    if num_workers:
+        errors.append(f"num_workers={num_workers}: each would read the whole stream; use num_workers=0")
+    if needs_samples and order.replicas > 1 and not order.drop_last:
+        errors.append(
+            "drop_last=False: the last batch of a stream may have fewer samples than replicas, and this plan "
+            "needs one on each; set drop_last=True"
+        )
+    return errors
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[Callable[..., None]]:
+    """Seed torch, numpy and Python inside; gives a function that seeds again. Then all go on as before."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        _seed(*numbers)
+        yield _seed
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def _seed(*numbers: int) -> None:
+    mixed = 0
+    for number in numbers:
+        mixed = mix((mixed ^ number) + WEYL)
+    torch.default_generator.manual_seed(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
+
+
+def without_samples(batch: Any) -> Any:
+    """Return a batch of the same form with no sample in it."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0]
+    if isinstance(batch, Mapping):
+        return {name: without_samples(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(without_samples, batch))
+    return type(batch)(map(without_samples, batch)) if isinstance(batch, tuple | list) else batch

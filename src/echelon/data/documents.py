@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.errors import UserError, raise_errors
+from echelon.state.weight_files.tensor_file import is_text
 from echelon.state.weight_files.weight_folder import read_json
 
 TEXT_FIELD = "text"
@@ -76,7 +77,6 @@ def find_source(path: Path) -> Source:
 
 
 def stdlib_source() -> Source:
-    """The Python sources of the standard library."""
     files, errors = files_below(Path(sysconfig.get_paths()["stdlib"]), _STDLIB_SKIPS)
     raise_errors("the standard library", errors)
     named = (each for each in files if each.suffix == ".py" and not each.name.startswith(_STDLIB_GENERATED))
@@ -134,7 +134,7 @@ class _Reader:
                     self._add(f"line {number} of '{path}' is not JSON: {error}")
                     continue
                 text = value.get(self.field) if isinstance(value, dict) else value
-                if isinstance(text, str) and _is_unicode(text):
+                if isinstance(text, str) and is_text(text):
                     yield text
                     continue
                 keys = ", ".join(map(str, value)) if isinstance(value, dict) else ""
@@ -171,15 +171,6 @@ class _Reader:
         self.errors.append(error)
         if len(self.errors) >= _MOST_ERRORS:
             raise_errors("the documents, and maybe more", self.errors)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for text with half a character, which JSON can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:

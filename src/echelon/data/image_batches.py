@@ -194,7 +194,6 @@ class ImageData(NamedTuple):
     validation: Images
 
     def errors(self) -> list[str]:
-        """Decode the images, and list the errors of those that cannot be used."""
         splits = (self.training, self.validation)
         return [error for of in splits if isinstance(of, FolderImages) for error in of.errors()]
 

@@ -180,7 +180,6 @@ class ImageFolder:
         return ImageFolder(self.root, class_names, files)
 
     def split(self, split: Split, fraction: float, side: int) -> "FolderImages":
-        """Return the images to train on, or those to validate on."""
         hashes = {file: file.hash for file in self.files}
         last: dict[int, ImageFile] = {}  # of each class
         for file in self.files:
@@ -264,7 +263,6 @@ class FolderImages:
 
 
 def _files_below(root: Path, class_name: str) -> tuple[list[str], list[str]]:
-    """List the files of a class by their paths below the root, and errors of folders that cannot be read."""
     files, errors = [], []
 
     def note(error: OSError) -> None:

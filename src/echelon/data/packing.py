@@ -45,7 +45,6 @@ class TokenStore(NamedTuple):
 
 
 def cache_folder(given: str | None = None) -> Path:
-    """The folder of all caches: the given one, or that of this user."""
     if given is not None:
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "echelon" / "tokens"
@@ -121,14 +120,11 @@ def encode(pieces: Iterable[Piece], tokenizer: TextTokenizer | None) -> Iterator
     begins = True
     for group in _groups(pieces):
         texts = [piece.text for piece in group]
-        for piece, ids in zip(group, _ids(texts, tokenizer), strict=True):
-            if tokenizer is not None:
-                ids = [
-                    *(tokenizer.prefix if begins else ()),
-                    *ids,
-                    *(_ending(tokenizer) if piece.ends else ()),
-                ]
-            yield Encoded(ids, begins)
+        plain = [list(text.encode()) for text in texts] if tokenizer is None else tokenizer.encode(texts)
+        for piece, ids in zip(group, plain, strict=True):
+            before = tokenizer.prefix if tokenizer is not None and begins else ()
+            behind = _ending(tokenizer) if tokenizer is not None and piece.ends else ()
+            yield Encoded([*before, *ids, *behind], begins)
             begins = piece.ends
 
 
@@ -142,10 +138,6 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _ids(texts: list[str], tokenizer: TextTokenizer | None) -> list[list[int]]:
-    return [list(text.encode()) for text in texts] if tokenizer is None else tokenizer.encode(texts)
 
 
 def _ending(tokenizer: TextTokenizer) -> tuple[int, ...]:

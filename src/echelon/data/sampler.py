@@ -93,7 +93,6 @@ class Batches:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the corpus in this split."""
         return _num_tokens(len(self.corpus), self.split, self.validation_fraction)
 
     @property
@@ -103,7 +102,6 @@ class Batches:
 
     @property
     def windows(self) -> int:
-        """Samples in one epoch."""
         return num_windows(len(self.corpus), self.sequence, self.split, self.validation_fraction)
 
     def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[Any, torch.Tensor]:

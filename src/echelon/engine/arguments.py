@@ -4,7 +4,7 @@ The types say the same, but who trains rarely runs a type checker; without this,
 deep in autograd, or as a training that learns nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,10 @@ def check_arguments(
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     errors = [
-        *_model_errors(model),
-        *_plan_errors(plan),
-        *_optimizer_errors(optimizer),
-        *_loss_errors(loss),
+        *_object_errors(model, plan, optimizer, loss),
         *_number_errors(clip, prefetch, seed),
         *_boundary_errors(boundaries, plan),
-        *_table_errors(tensor_table),
-        *_weights_errors(weights),
-        *_layer_errors(layers),
-        *_audit_errors(audit, check_every),
+        *_choice_errors(tensor_table, weights, layers, audit, check_every),
     ]
     raise_errors("the arguments of parallelize", errors)
 
@@ -76,7 +70,7 @@ def check_resident_bytes(resident_bytes: object, plan: Plan | str) -> None:
     """Refuse what is no number of bytes, or is about nothing in this plan."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     errors = []
-    if not isinstance(resident_bytes, int) or not _is_integer(resident_bytes) or resident_bytes < 0:
+    if not _is_count(resident_bytes):
         errors.append(f"resident_bytes={resident_bytes!r}: must be a number of bytes, at least 0")
     elif resident_bytes and "parameters" not in plan.offload:
         errors.append(
@@ -86,10 +80,11 @@ def check_resident_bytes(resident_bytes: object, plan: Plan | str) -> None:
     raise_errors("the arguments of parallelize", errors)
 
 
-def check_average(average: object, plan: Plan) -> None:
-    """Refuse what is no decay of an average, or a plan without common updates."""
+def check_average(average: float | None, plan: Plan) -> float | None:
+    """Return it; refuse what is no decay of an average, or a plan without common updates."""
     errors = []
-    if average is not None and not _is_inside(average, 0, 1):
+    is_decay = isinstance(average, Real) and not isinstance(average, bool) and 0 < float(average) < 1
+    if average is not None and not is_decay:
         errors.append(
             f"average={average!r}: must be a number above 0 and below 1, as 0.9999, or None for none"
         )
@@ -99,18 +94,34 @@ def check_average(average: object, plan: Plan) -> None:
             "some workers; drop average, or use sync=all-reduce"
         )
     raise_errors("the arguments of parallelize", errors)
+    return average
 
 
-def _is_inside(value: object, low: float, high: float) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and low < float(value) < high
-
-
-def _model_errors(model: object) -> list[str]:
-    if isinstance(model, nn.Module):
-        return []
+def _object_errors(model: object, plan: object, optimizer: object, loss: object) -> Iterator[str]:
+    """A class in the place of an object, or what was made already, is a common mistake."""
     if isinstance(model, type) and issubclass(model, nn.Module):
-        return [f"model={model.__name__}: is a class; give a model, like {model.__name__}(…)"]
-    return [f"model is a {type(model).__name__}: must be a torch.nn.Module"]
+        yield f"model={model.__name__}: is a class; give a model, like {model.__name__}(…)"
+    elif not isinstance(model, nn.Module):
+        yield f"model is a {type(model).__name__}: must be a torch.nn.Module"
+    yield from _plan_errors(plan)
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.Optimizer):
+        yield (
+            f"optimizer is a finished {kind}: must be a function, because a rank may hold only a part of the "
+            f"parameters; write optimizer=lambda params: {kind}(params)"
+        )
+    elif not callable(optimizer):
+        yield (
+            f"optimizer is a {kind}: must be a function from parameters to an optimizer, like lambda params: "
+            "AdamW(params)"
+        )
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        yield f"loss={loss.__name__}: is a class; give a loss, like {loss.__name__}()"
+    elif loss is not None and not callable(loss):
+        yield (
+            f"loss is a {type(loss).__name__}: must be a function (output, target) -> mean, or None for the "
+            "loss that the model returns"
+        )
 
 
 def _plan_errors(plan: object) -> list[str]:
@@ -125,43 +136,13 @@ def _plan_errors(plan: object) -> list[str]:
     return []
 
 
-def _optimizer_errors(optimizer: object) -> list[str]:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-        return [
-            f"optimizer is a finished {name}: must be a function, because a rank may hold only a part of the "
-            f"parameters; write optimizer=lambda params: {name}(params)"
-        ]
-    if not callable(optimizer):
-        return [
-            f"optimizer is a {type(optimizer).__name__}: must be a function from parameters to an optimizer, "
-            "like lambda params: AdamW(params)"
-        ]
-    return []
-
-
-def _loss_errors(loss: object) -> list[str]:
-    if loss is None:
-        return []
-    if isinstance(loss, type) and issubclass(loss, nn.Module):
-        return [f"loss={loss.__name__}: is a class; give a loss, like {loss.__name__}()"]
-    if not callable(loss):
-        return [
-            f"loss is a {type(loss).__name__}: must be a function (output, target) -> mean, or None for the "
-            "loss that the model returns"
-        ]
-    return []
-
-
-def _number_errors(clip: object, prefetch: object, seed: object) -> list[str]:
-    errors = []
+def _number_errors(clip: object, prefetch: object, seed: object) -> Iterator[str]:
     if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
-        errors.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
-    if not isinstance(prefetch, int) or not _is_integer(prefetch) or prefetch < 0:
-        errors.append(f"prefetch={prefetch!r}: must be an integer, at least 0")
+        yield f"clip={clip!r}: must be a number above 0, or None for no clipping"
+    if not _is_count(prefetch):
+        yield f"prefetch={prefetch!r}: must be an integer, at least 0"
     if seed is not None and not _is_integer(seed):
-        errors.append(f"seed={seed!r}: must be an integer, or None to leave dropout to torch")
-    return errors
+        yield f"seed={seed!r}: must be an integer, or None to leave dropout to torch"
 
 
 def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
@@ -183,29 +164,29 @@ def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
     ]
 
 
-def _table_errors(table: object) -> list[str]:
-    if table is None:
-        return []
+def _choice_errors(
+    table: object, weights: object, layers: object, audit: object, check_every: object
+) -> Iterator[str]:
     rule = "must map names of modules to words, like {'blocks.*.up': 'column'}"
-    if not isinstance(table, Mapping):
-        return [f"tensor_table is a {type(table).__name__}: {rule}"]
-    wrong = [
-        (name, word) for name, word in table.items() if not isinstance(name, str) or not isinstance(word, str)
-    ]
-    return [f"tensor_table has {name!r}: {word!r}, and {rule}" for name, word in wrong]
-
-
-def _weights_errors(weights: object) -> list[str]:
-    if weights is None or isinstance(weights, str | Path):
-        return []
-    return [f"weights is a {type(weights).__name__}: must be a folder with a model in Hugging Face's files"]
-
-
-def _layer_errors(layers: object) -> list[str]:
+    if isinstance(table, Mapping):
+        for name, word in table.items():
+            if not isinstance(name, str) or not isinstance(word, str):
+                yield f"tensor_table has {name!r}: {word!r}, and {rule}"
+    elif table is not None:
+        yield f"tensor_table is a {type(table).__name__}: {rule}"
+    if weights is not None and not isinstance(weights, str | Path):
+        yield f"weights is a {type(weights).__name__}: must be a folder with a model in Hugging Face's files"
     named = layers if isinstance(layers, list | tuple) else [layers]
-    if layers is None or (named and all(isinstance(path, str) for path in named)):
-        return []
-    return [f"layers={layers!r}: must be the name of a list in the model, like 'transformer.h', or several"]
+    if layers is not None and not (named and all(isinstance(path, str) for path in named)):
+        yield f"layers={layers!r}: must be the name of a list in the model, like 'transformer.h', or several"
+    if audit not in MODES:
+        yield f"audit={audit!r}: must be one of {', '.join(map(repr, MODES))}"
+    if not _is_count(check_every):
+        yield f"check_every={check_every!r}: must be a number of steps, or 0 to compare never"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_integer(value) and value >= 0
 
 
 def _is_integer(value: object) -> bool:
@@ -215,32 +196,25 @@ def _is_integer(value: object) -> bool:
 def check_model(model: nn.Module, plan: Plan, clip: float | None, loss_scale: object = None) -> None:
     """Refuse a model that this rank has in parts, or in which nothing learns; a clip without a norm, or a
     loss scale without fp16."""
-    _check_clip(plan, clip)
-    raise_errors("the arguments of parallelize", loss_scale_errors(loss_scale, plan.precision))
-    check_whole(model)
-    check_trainable(model)
-
-
-def _check_clip(plan: Plan, clip: float | None) -> None:
-    """Refuse to clip where no norm of all gradients exists."""
     if clip is not None and not plan.flushes:
         raise UserError(
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"
         )
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model in which nothing learns."""
+    if clip is not None and plan.update != "step":
+        raise UserError(
+            f"clip={clip} with update={plan.update}: the norm of all gradients is known when the first units "
+            "are updated already; drop clip, or use update=step"
+        )
+    raise_errors("the arguments of parallelize", loss_scale_errors(loss_scale, plan.precision))
+    check_whole(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
 
 
 def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True) -> None:
-    """Refuse what the user's function made of `parameters`, where it cannot train them.
-
-    Of a part of the model (not `whole`) it may leave out everything.
-    """
+    """Refuse what the user's function made of `parameters`, where it cannot train them. Of a part of the
+    model (not `whole`) it may leave out everything."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"the optimizer function returned a {type(optimizer).__name__}: it must return a "
@@ -263,14 +237,4 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
         )
     elif not held and whole:
         errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
-    return errors
-
-
-def _audit_errors(audit: object, check_every: object) -> list[str]:
-    errors = []
-    if audit not in MODES:
-        modes = ", ".join(map(repr, MODES))
-        errors.append(f"audit={audit!r}: must be one of {modes}")
-    if not isinstance(check_every, int) or not _is_integer(check_every) or check_every < 0:
-        errors.append(f"check_every={check_every!r}: must be a number of steps, or 0 to compare never")
     return errors

@@ -44,11 +44,9 @@ _KEPT_SHARES = (0.58, 0.63)
 
 
 def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> None:
-    """If the plan says so, compile the `compiled_modules` of the stages, each by itself.
-
-    Tensor ranks compute gradients of weights that are not split each for itself. These must be the same to
-    the last bit, or the weights drift apart: they take the same kernels.
-    """
+    """If the plan says so, compile the `compiled_modules` of the stages, each by itself. Tensor ranks compute
+    gradients of weights that are not split each for itself. These must be the same to the last bit, or the
+    weights drift apart: they take the same kernels."""
     if not plan.compile:
         return
     _check_compiler()

@@ -8,13 +8,11 @@ from torch import Tensor
 from echelon.collectives import Ledger
 from echelon.engine.audit import AuditResult
 from echelon.engine.audit.auditing import AuditSettings, make_audit
-from echelon.engine.audit.drift import DriftCheck
-from echelon.engine.loops.loop import OwnLoop
-from echelon.engine.loops.passes import OwnPasses
+from echelon.engine.audit.drift import DriftCheck, find_copies
+from echelon.engine.own_loop import OwnLoop, OwnPasses
 from echelon.engine.saving.checkpointing import Checkpointing
 from echelon.engine.saving.engine_state import EngineState
-from echelon.engine.saving.whole_model import WholeModel
-from echelon.engine.saving.whole_tensors import WholeTensors
+from echelon.engine.saving.whole_model import WholeModel, WholeTensors
 from echelon.engine.setup import Setup
 from echelon.engine.step.balance import make_balance
 from echelon.engine.step.continuous import ContinuousRunner
@@ -26,7 +24,6 @@ from echelon.engine.watch.outside import Inside, guard_outside
 from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.memory import Meter
-from echelon.parallel.copies import find_copies
 from echelon.plan import Plan
 from echelon.program import Program
 from echelon.state.ownership import OwnedSlice

@@ -14,7 +14,7 @@ from echelon.engine.loop_calls import LoopCalls
 from echelon.engine.saving.restore import is_put_together, is_split, restore_weights
 from echelon.engine.state_calls import StateCalls
 from echelon.engine.step.balance import ExpertLoad
-from echelon.engine.traces.recorder import DEFAULT_STEPS, Recorder
+from echelon.engine.trace import DEFAULT_STEPS, Recorder
 from echelon.errors import UserError
 from echelon.memory import Memory
 from echelon.parallel.observer import StepObserver

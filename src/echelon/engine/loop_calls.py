@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.collectives.agreement import gather_values
 from echelon.engine.core import EngineCore
-from echelon.engine.loops.outputs import Collect, Observed, PassResult, no_loss, whole_output
+from echelon.engine.outputs import Collect, Observed, PassResult, no_loss, whole_output
 from echelon.engine.step.batch_reader import to_plain
 from echelon.engine.step.metrics import Evaluation, Measure, Metrics, check_measure
 from echelon.errors import UserError
@@ -96,11 +96,7 @@ class LoopCalls(EngineCore):
         return self._own_passes.forward(args, kwargs)
 
     def backward(
-        self,
-        loss: Tensor | Sum,
-        *others: "LoopCalls",
-        count: float | None = None,
-        retain_graph: bool = False,
+        self, loss: Tensor | Sum, *others: "LoopCalls", count: float | None = None, retain_graph: bool = False
     ) -> None:
         """Add the gradients of a loss of what this engine, and others, have returned.
 

@@ -4,6 +4,7 @@ What a module does can be read where it is torch's own. Weights that a forward o
 in the first step: see engine/step/side_effects.py.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -48,17 +49,12 @@ def accept_model(
     may be the model's own. `layers`: the names of the lists that have the model's layers."""
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     check_objective(objective, loss, plan)
-    check_wrappers(model)
+    raise_errors("the model", list(_wrapper_errors(model)))
     model = without_compiling(model, wrapping)
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
     name_layers(model, layers)
     return model, plan, choose_loss(model, loss, plan, objective)
-
-
-def check_wrappers(model: nn.Module) -> None:
-    """Refuse modules that no plan can look into."""
-    raise_errors("the model", list(_wrapper_errors(model)))
 
 
 def check_content(model: nn.Module, plan: Plan) -> None:
@@ -157,7 +153,7 @@ def _quantised_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 def _lookup_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Embeddings that change their weights in the forward, or whose gradients depend on the whole batch."""
-    users = _users(model)
+    users = Counter(id(p) for each in model.modules() for p in each._parameters.values())
     for name, module in model.named_modules():
         if not isinstance(module, _Lookup):
             continue
@@ -180,16 +176,6 @@ def _may_renormalise(users: int, plan: Plan) -> bool:
     is_alone = not is_cut(plan) and plan.tensor == 1 and (plan.pipeline == 1 or users == 1)
     stays = plan.zero == 0 and not plan.frees_weights and plan.precision in ("fp32", "fp64")
     return is_alone and stays and plan.flushes
-
-
-def _users(model: nn.Module) -> dict[int, int]:
-    """Count the modules that have each parameter, by its id."""
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users[id(parameter)] = users.get(id(parameter), 0) + 1
-    return users
 
 
 def _iteration_errors(model: nn.Module, plan: Plan) -> Iterator[str]:

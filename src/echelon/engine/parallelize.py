@@ -8,12 +8,11 @@ from typing import Any
 from torch import nn
 
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_arguments
+from echelon.engine.arguments import check_arguments, check_average
 from echelon.engine.audit import Mode
 from echelon.engine.audit.auditing import AuditSettings
 from echelon.engine.audit.plain_form import PlainForm
-from echelon.engine.auto import resolve
-from echelon.engine.choosing import Task, chosen
+from echelon.engine.auto import Task, chosen, resolve
 from echelon.engine.compiling import compile_layers, compiler_options
 from echelon.engine.engine import Engine
 from echelon.engine.model_checks import accept_model
@@ -30,7 +29,7 @@ from echelon.memory.gist.layer import compress_layers
 from echelon.memory.recompute.recompute import recompute_layers
 from echelon.nn.batch import Objective
 from echelon.nn.float8 import multiply_in_float8
-from echelon.nn.head.wrapper import DeferredHead, find_head
+from echelon.nn.head.deferred import DeferredHead, find_head
 from echelon.nn.losses import Loss
 from echelon.nn.wrapping import Wrapping, find_wrapper, has_entry
 from echelon.parallel.called_stage import connect_stages
@@ -42,7 +41,7 @@ from echelon.parallel.tensor.modules import Column
 from echelon.parallel.tensor.styles import Table
 from echelon.plan import Plan
 from echelon.state.ownership import StateNames
-from echelon.update.nonfinite import MOST_SKIPPED, Nonfinite
+from echelon.update.nonfinite import MOST_SKIPPED, Nonfinite, NonfiniteRule
 from echelon.update.optim.local import Make
 from echelon.update.precision.loss_scaling import LossScale
 
@@ -103,11 +102,11 @@ def parallelize(
     given = (boundaries, tensor_table, weights, layers, audit, check_every)
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, *given)
     plan = chosen(plan, Task(model, loss, objective, layers, tensor_table), sample_batch)  # "auto"
-    updating = (optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped, average)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         wrapping = undo.enter_context(Wrapping())
         model, plan, loss = accept_model(model, plan, loss, clip, loss_scale, objective, layers, wrapping)
-        rule = UpdateRule.of(plan, *updating)
+        skipping = NonfiniteRule.of(nonfinite, most_skipped, plan)
+        rule = UpdateRule(optimizer, clip, schedule, seed, loss_scale, skipping, check_average(average, plan))
         model, source = prepare(model, plan, weights)
         plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
         mesh = undo.enter_context(closing(Mesh.join(plan)))

@@ -44,9 +44,14 @@ def share_stages(
     if mesh.plan.sync == "async":
         check_worker_norms(split.modules.values(), mesh.plan, is_start=True)
         return _worker_stages(split, mesh)
-    synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=_num_parts(mesh))
-    stages = {}
-    host = _host_place(mesh, resident_bytes)
+    # In how many parts the samples of a replica pass through a stage before an update.
+    parts = max(
+        mesh.plan.microbatches // mesh.plan.updates_per_step, mesh.group("data").size // mesh.plan.data
+    )
+    synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=parts)
+    stages, host = {}, None
+    if "parameters" in mesh.plan.offload:
+        host = HostPlace(mesh.boundary, resident_bytes, updates="optimizer" in mesh.plan.offload)
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
         sets = parameter_sets(module, mesh, shared, split.tied, layers.norm_elsewhere, smallest_unit)
@@ -57,18 +62,6 @@ def share_stages(
         buffers = Buffers(module, mesh.group("weights"))
         stages[number] = Stage(number, module, sharings, buffers, smallest_unit)
     return LocalStages(stages, split.program, split.boundaries)
-
-
-def _host_place(mesh: Mesh, resident_bytes: int) -> HostPlace | None:
-    if "parameters" not in mesh.plan.offload:
-        return None
-    return HostPlace(mesh.boundary, resident_bytes, updates="optimizer" in mesh.plan.offload)
-
-
-def _num_parts(mesh: Mesh) -> int:
-    """In how many parts the samples of a replica pass through a stage before an update."""
-    plan = mesh.plan
-    return max(plan.microbatches // plan.updates_per_step, mesh.group("data").size // plan.data)
 
 
 def _worker_stages(split: StageSplit, mesh: Mesh) -> LocalStages:
@@ -98,7 +91,12 @@ def parameter_sets(
     dense = frozenset(module.parameters()) - experts
 
     def make(name: str, parameters: frozenset[nn.Parameter], axes: tuple[str, str, str]) -> ParameterSet:
-        group, *shards = map(mesh.group, axes)
+        group, *groups = map(mesh.group, axes)
+        shards = ShardGroups(*groups)
+        if (
+            "parameters" in mesh.plan.offload and mesh.plan.zero == 0
+        ):  # each has a copy of its own on the host
+            shards = ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
         return ParameterSet(
             name,
             named_subset(module, parameters),
@@ -107,7 +105,7 @@ def parameter_sets(
             [each for each in shared_gradients if each.parameter in parameters],
             norm_elsewhere=frozenset(norm_elsewhere),
             sum_in_float32=mesh.plan.gradients == "fp32",
-            shards=_own_copies(group) if _is_held_whole(mesh.plan) else ShardGroups(*shards),
+            shards=shards,
             separate_shards=tied,
         )
 
@@ -129,21 +127,8 @@ def _by_unit(plan: Plan, group: Group) -> bool:
     return by_unit or (plan.zero > 0 and group.size > 1)
 
 
-def _is_held_whole(plan: Plan) -> bool:
-    """Return whether each rank has a copy of its own in host memory."""
-    return "parameters" in plan.offload and plan.zero == 0
-
-
-def _own_copies(group: Group) -> ShardGroups:
-    return ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
-
-
 def share(
-    parameter_set: ParameterSet,
-    plan: Plan,
-    wrapping: Wrapping,
-    prefetch: int,
-    host: HostPlace | None = None,
+    parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int, host: HostPlace | None = None
 ) -> Sharing:
     """Choose how the ranks of a set hold it, and agree on its gradients."""
     in_backward, is_single = plan.update != "step", parameter_set.group.size == 1

@@ -46,10 +46,8 @@ class StageSplit(NamedTuple):
 def split_stages(
     model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_layers: bool
 ) -> StageSplit:
-    """Split the model (before these layers, or evenly) and drop the stages of other ranks.
-
-    `by_layers`: even a single stage runs layer by layer, and not the model's own forward.
-    """
+    """Split the model (before these layers, or evenly) and drop the stages of other ranks. `by_layers`: even
+    a single stage runs layer by layer, and not the model's own forward."""
     split = _split(model, mesh, boundaries, by_layers=by_layers)
     mark_split(model, mesh.plan, split.temporary_buffers)
     return split
@@ -169,7 +167,8 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what belongs to the model as a whole, which no rank runs."""
     outside = outside_layers(model) if listed_layers(model) else {}  # else the model's own forward runs
     never_called = {name or type(model).__name__: module for name, module in outside.items()}
-    hooked = [name for name, module in never_called.items() if _has_hooks(module)]
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = [name for name, module in never_called.items() if any(getattr(module, kind) for kind in kinds)]
     if hooked:
         raise UserError(
             f"forward hooks of {', '.join(hooked)}: where a plan runs layer by layer, only layers and what "
@@ -187,12 +186,3 @@ def _check_model(model: nn.Module) -> None:
             f"pipeline: {', '.join(extra)} cannot be brought together from several stages; keep what it "
             "holds in buffers"
         )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )

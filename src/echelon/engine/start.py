@@ -6,7 +6,6 @@ A model without memory is split first, and filled part by part.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import Difference, check_on_every_rank, check_same_text, fingerprint
 from echelon.collectives.mesh import Mesh, this_device
 from echelon.engine.saving.restore import mark_empty, mark_filled
 from echelon.engine.watch.aliases import check_aliases
 from echelon.errors import UserError
 from echelon.hardware import ignore_torch_warnings
 from echelon.launching import join
+from echelon.nn.autograd.leaves import hooks_of, set_hooks
 from echelon.nn.batch import DTYPES
 from echelon.nn.float8 import check_float8
 from echelon.nn.huggingface.adapters import scales
@@ -29,7 +28,7 @@ from echelon.nn.huggingface.families import frequencies
 from echelon.nn.initialization.initial_values import WeightSource, is_deferred, named_tensors
 from echelon.parallel.data.buffers import broadcast_packed
 from echelon.parallel.data.sharing import Sharing
-from echelon.parallel.data.zero.unit_agreement import describe
+from echelon.parallel.data.zero.residency import describe
 from echelon.parallel.data.zero.weight_access import end_idle
 from echelon.parallel.expert.modules import experts_of
 from echelon.plan import AUTO, Plan
@@ -57,13 +56,14 @@ def convert(
     model: nn.Module, device: torch.device, dtype: torch.dtype, *, has_values: bool = True
 ) -> nn.Module:
     """The model on the device, its real numbers in `dtype`; integers and complex numbers stay what they are,
-    and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token.
-
-    A model that gets its values later loses those that it has; it gets the types alone."""
+    and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token. A
+    model that gets its values later loses those that it has; it gets the types alone."""
     kept = {id(buffer) for buffer in frequencies(model)}
     target = device if has_values else torch.device("meta")
-    if not has_values:
-        forget_values(model)
+    if not has_values:  # nor do the parameters that have some among those that have none
+        with _without_weak_references([model]):
+            for parameter in [p for p in model.parameters() if not p.is_meta]:
+                _become(parameter, torch.empty_like(parameter, device="meta"))
 
     def convert_tensor(t: Tensor) -> Tensor:
         return t.to(target, dtype) if t.is_floating_point() and id(t) not in kept else t.to(target)
@@ -75,15 +75,16 @@ def convert(
 def start_equal(
     model: nn.Module, group: Group, device: torch.device, source: WeightSource | None = None
 ) -> None:
-    """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal.
-
-    Of a deferred model: the seed of the parameters, which are filled later, and the buffers.
-    """
+    """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal. Of a
+    deferred model: the seed of the parameters, which are filled later, and the buffers."""
     _check_same_model(model, group, device, source)
     if source is None:
         _broadcast([*model.parameters(), *model.buffers()], group)
         return
-    source.seed = _agreed(source.seed, group, device)
+    seed = torch.tensor(source.seed % 2**63, device=device)
+    if group.size > 1:
+        group.broadcast(seed)
+    source.seed = int(seed)
     for tensor in source.constants() if group.size > 1 else []:
         values = tensor.to(device, copy=True)
         _broadcast([values], group)
@@ -96,14 +97,6 @@ def _broadcast(tensors: list[Tensor], group: Group) -> None:
     if group.size > 1:
         with group.ledger.about("parameters"):
             broadcast_packed(tensors, group)
-
-
-def _agreed(seed: int, group: Group, device: torch.device) -> int:
-    """Rank 0's."""
-    number = torch.tensor(seed % 2**63, device=device)
-    if group.size > 1:
-        group.broadcast(number)
-    return int(number)
 
 
 def _check_same_model(
@@ -156,13 +149,6 @@ def weight_source(
     return made[0]
 
 
-def forget_values(model: nn.Module) -> None:
-    """Bring the parameters that have values, among those that have none, to the meta device too."""
-    with _without_weak_references([model]):
-        for parameter in [p for p in model.parameters() if not p.is_meta]:
-            _become(parameter, torch.empty_like(parameter, device="meta"))
-
-
 def give_buffers(model: nn.Module, source: WeightSource, device: torch.device) -> None:
     """Give buffers, and tensors that are plain attributes, their values, all of them: they are small."""
     given: dict[str, Tensor] = {}  # by first names: what modules share stays shared
@@ -178,36 +164,26 @@ def give_buffers(model: nn.Module, source: WeightSource, device: torch.device) -
 
 def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
     """Bring the parameters that are on the meta device to that of this rank. They stay the same objects.
-
-    Where ZeRO shards them it gives them memory, unit by unit; until then they take none.
-    """
+    Where ZeRO shards them it gives them memory, unit by unit; until then they take none."""
     modules = list(modules)
     experts = {p for module in modules for p in experts_of(module)}
     with _without_weak_references(modules):
         for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
-            is_sharded = _is_sharded(mesh, "expert_shard" if parameter in experts else "shard")
-            memory = _stand_in(parameter, mesh.device) if is_sharded else None
-            _become(parameter, torch.empty_like(parameter, device=mesh.device) if memory is None else memory)
-
-
-def _is_sharded(mesh: Mesh, axis: str) -> bool:
-    """Return whether ZeRO gives parameters memory that the ranks along `axis` share out."""
-    by_ranks = mesh.plan.zero == 3 and mesh.group(axis).size > 1
-    return by_ranks or "parameters" in mesh.plan.offload
+            shards = mesh.group("expert_shard" if parameter in experts else "shard")
+            if "parameters" in mesh.plan.offload or (mesh.plan.zero == 3 and shards.size > 1):
+                _become(parameter, _stand_in(parameter, mesh.device))
+            else:
+                _become(parameter, torch.empty_like(parameter, device=mesh.device))
 
 
 def _become(parameter: nn.Parameter, memory: Tensor) -> None:
     """Another tensor, also of another device, in the same object."""
-    hooks = list((parameter._backward_hooks or {}).values())
-    late_hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
+    hooks, late_hooks = hooks_of(parameter), list((parameter._post_accumulate_grad_hooks or {}).values())
     replacement = nn.Parameter(memory, requires_grad=parameter.requires_grad)
     replacement.__dict__.update(parameter.__dict__)
     swap_tensors(parameter, replacement)
     parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    for hook in hooks:
-        parameter.register_hook(hook)
-    for late_hook in late_hooks:
-        parameter.register_post_accumulate_grad_hook(late_hook)
+    set_hooks(parameter, hooks, late_hooks)
 
 
 @contextmanager
@@ -223,11 +199,7 @@ def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module,
-    plan: Plan,
-    sharings: Iterable[Sharing],
-    in_whole: InWhole,
-    source: WeightSource | None,
+    model: nn.Module, plan: Plan, sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource | None
 ) -> None:
     """Give the weights that this rank holds their values, if they come from a source; at most one whole
     tensor is there at a time."""
@@ -237,25 +209,15 @@ def fill(
         held = sharing.first_weights()
         for each in held:
             each.tensor.zero_()  # padding belongs to no tensor, and is zeros
-        for name, pieces in _by_name(box for each in held for box in in_whole(each)):
-            _copy(source, name, pieces)
+        pieces: dict[str, list[OwnedSlice]] = {}
+        for box in (box for each in held for box in in_whole(each)):
+            pieces.setdefault(box.slice.name, []).append(box)
+        for name, of_name in sorted(pieces.items()):
+            values = source.read(name, [piece.slice for piece in of_name])
+            for piece, value in zip(of_name, values, strict=True):
+                piece.tensor.copy_(value)
         sharing.share_first_weights()
     mark_filled(model, plan)
-
-
-def _copy(source: WeightSource, name: str, pieces: list[OwnedSlice]) -> None:
-    values = source.read(name, [piece.slice for piece in pieces])
-    for piece, value in zip(pieces, values, strict=True):
-        piece.tensor.copy_(value)
-
-
-def _by_name(boxes: Iterable[OwnedSlice]) -> Iterator[tuple[str, list[OwnedSlice]]]:
-    for name, pieces in groupby(sorted(boxes, key=_name), key=_name):
-        yield name, list(pieces)
-
-
-def _name(owned: OwnedSlice) -> str:
-    return owned.slice.name
 
 
 def _stand_in(parameter: Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.checkpoint.storage_errors import RETRIES
 from echelon.state.ownership import OwnedSlice
-from echelon.state.weight_files.folder_writer import SHARD_BYTES
+from echelon.state.weight_files.weight_folder import SHARD_BYTES
 
 
 class StateCalls(EngineCore):

@@ -4,22 +4,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from echelon.collectives.agreement import check_on_every_rank
 from echelon.collectives.mesh import Mesh
-from echelon.engine.arguments import check_average, check_optimizer
+from echelon.engine.arguments import check_optimizer
 from echelon.engine.watch.watch import check_coupling
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_errors
 from echelon.nn.batch import DTYPES
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data.sharing import Sharing
+from echelon.parallel.data.sharing import Sharing, SingleReplica
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
 from echelon.state.ownership import LocalParameter, own_run
 from echelon.update.async_training.update import AsyncUpdate, WorkerGradients
 from echelon.update.averaging import average_bytes
-from echelon.update.gradient_checks import check_sparse_gradients
 from echelon.update.nonfinite import NonfiniteRule
 from echelon.update.offload.host_updates import (
     check_host_memory,
@@ -28,7 +28,7 @@ from echelon.update.offload.host_updates import (
     updates_on_host,
 )
 from echelon.update.optim.local import Make, make_whole
-from echelon.update.optim.needs import Need, check_parts, need_of
+from echelon.update.optim.needs import Need, check_parts, inner_optimizers, need_of
 from echelon.update.optim.optimizers import CombinedOptimizer
 from echelon.update.optim.sum_optimizer import SumOptimizer
 from echelon.update.parameter_parts import has_parts, make_exchange, make_routes
@@ -52,28 +52,10 @@ class UpdateRule(NamedTuple):
     optimizer: Make
     clip: float | None = None
     schedule: Callable[[int], float] | None = None
-    seed: int = 0
+    seed: int | None = 0
     loss_scale: LossScale | None = None
     nonfinite: NonfiniteRule = NonfiniteRule()
     average: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        optimizer: Make,
-        clip: float | None,
-        schedule: Callable[[int], float] | None,
-        seed: int | None,
-        loss_scale: LossScale | None,
-        nonfinite: str,
-        most_skipped: int,
-        average: float | None = None,
-    ) -> "UpdateRule":
-        """The rule of a plan, if it can have it."""
-        skipping = NonfiniteRule.of(nonfinite, most_skipped, plan)
-        check_average(average, plan)
-        return cls(optimizer, clip, schedule, seed or 0, loss_scale, skipping, average)
 
 
 def make_update(
@@ -81,7 +63,6 @@ def make_update(
 ) -> Update:
     """The update of all ranks together, or each worker's own (sync=async)."""
     plan = mesh.plan
-    _check_clip(rule.clip, plan)
     make = _checked(rule.optimizer, plan)
     if plan.sync == "async":
         gradients = local.sharings[0]  # all stages of a worker have the same
@@ -98,30 +79,23 @@ def make_update(
             loss_scaling=make_loss_scaling(rule.loss_scale, plan.precision),
         )
     deferred = reads_late(mesh.device)
-    rounding = None if plan.masters else KeyedRounding(rule.seed)
     made = make_whole(make, local.trained())
-    check_sparse_gradients(
-        made, local, plan, needs_whole=_needs_whole(made, plan), on_host=updates_on_host(plan)
-    )
+    _check_sparse_gradients(made, local, plan)
     _check_average(rule.average, made, plan)
-    averaged = rule.average is not None
-    stepper = _make_stepper(made, local, mesh, layers, rounding, wrapping, averaged, deferred=deferred)
+    stepper = _make_stepper(made, local, mesh, layers, wrapping, rule, deferred=deferred)
     if "parameters" in plan.offload and not updates_on_host(plan):
         stepper.use_units(local.sharings)
     for sharing in local.sharings:
         sharing.updates_products = stepper.takes_products or plan.microbatches > plan.updates_per_step
-    # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
-    steady = plan.flushes
-    everyone = mesh.group("all")
-    group = everyone if steady else mesh.group("stage")
     update = SynchronousUpdate(
         local,
         stepper,
-        group,
+        # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
+        mesh.group("all" if plan.flushes else "stage"),
         rule.clip,
-        everyone=everyone,
+        everyone=mesh.group("all"),
         schedule=rule.schedule,
-        steady=steady,
+        steady=plan.flushes,
         deferred=deferred,
         in_backward=plan.update != "step",
         loss_scaling=make_loss_scaling(rule.loss_scale, plan.precision, mesh.device if deferred else None),
@@ -138,14 +112,14 @@ def _make_stepper(
     local: LocalStages,
     mesh: Mesh,
     layers: LayerSharding,
-    rounding: KeyedRounding | None,
     wrapping: Wrapping,
-    averaged: bool,
+    rule: UpdateRule,
     *,
     deferred: bool,
 ) -> Stepper:
     """The optimizer over what this rank holds, as the optimizer needs it."""
     masters, on_host = has_masters(mesh.plan), updates_on_host(mesh.plan)
+    rounding = None if mesh.plan.masters else KeyedRounding(rule.seed or 0)
     if on_host:
         check_host_optimizer(optimizer, mesh)
     if _needs_whole(optimizer, mesh.plan):
@@ -155,7 +129,7 @@ def _make_stepper(
     if on_host:
         placements = {} if rounding is None else _placements(local, layers, torch.device("cpu"))
         on_twins = make_host_stepper(optimizer, local, mesh, wrapping, rounding, placements, masters=masters)
-        averages = average_bytes(local.local_parameters()) if averaged else 0
+        averages = 0 if rule.average is None else average_bytes(local.local_parameters())
         check_host_memory({"optimizer": on_twins.host_bytes() + averages}, mesh)
         stepper: LocalStepper = on_twins
     elif rounding is not None:
@@ -173,6 +147,40 @@ def _make_stepper(
 def _needs_whole(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
     """Return whether parameters must be put together for the optimizer."""
     return has_parts(plan) and need_of(optimizer) is Need.WHOLE
+
+
+def _check_sparse_gradients(optimizer: torch.optim.Optimizer, local: LocalStages, plan: Plan) -> None:
+    """Refuse embeddings with sparse=True that `optimizer`, over the model's own parameters, cannot update:
+    if it gets parameters whole from ranks with parts of them, or gradients on the host, or needs sums."""
+    on_host = updates_on_host(plan)
+    takes_none = on_host or _needs_whole(optimizer, plan)
+    refusing = [each for each in inner_optimizers(optimizer) if takes_none or isinstance(each, SumOptimizer)]
+    refused = {p for each in refusing for group in each.param_groups for p in group["params"]}
+    other = "drop offload=optimizer" if on_host else "give it to SparseAdam"
+
+    def check() -> None:
+        modules = [inner for outer in local.modules for inner in outer.modules()]
+        tables = [
+            each for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+        ]
+        names: dict[Tensor, str] = {
+            parameter: name
+            for sharing in local.sharings
+            if isinstance(sharing, SingleReplica)  # others sum dense gradients
+            for name, parameter in sharing.parameter_set.trained
+        }
+        errors = [
+            f"{names[table.weight]} is of an embedding with sparse=True, and the update needs all elements "
+            f"of its gradient; set sparse=False, or {other}"
+            for table in tables
+            if table.weight in names and table.weight in refused
+        ]
+        raise_errors(f"the optimizer {type(optimizer).__name__} with plan '{plan}'", errors)
+
+    if plan.stages > 1:  # an embedding is on one of them
+        check_on_every_rank(check)
+    else:
+        check()
 
 
 def _check_average(average: float | None, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -245,14 +253,6 @@ def _are_optimizers(made: object) -> TypeGuard[Sequence[torch.optim.Optimizer]]:
     if not isinstance(made, list | tuple) or not made:
         return False
     return all(isinstance(each, torch.optim.Optimizer) for each in made)
-
-
-def _check_clip(clip: float | None, plan: Plan) -> None:
-    if clip is not None and plan.update != "step":
-        raise UserError(
-            f"clip={clip} with update={plan.update}: the norm of all gradients is known when the first units "
-            "are updated already; drop clip, or use update=step"
-        )
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Chooses which modules the fork server imports, so that ranks start with them loaded.
+"""Chooses which modules the fork server imports, so that ranks start with them loaded; and starts the server.
 
 This is the side of the launching process; that of the fork server is `fork_server.py`.
 """
@@ -6,12 +6,14 @@ This is the side of the launching process; that of the fork server is `fork_serv
 import multiprocessing
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.util import get_temp_dir
-
-from echelon.launching.interrupts import deferred_interrupts
+from typing import Any
 
 PARENT = "ECHELON_FORK_SERVER_PARENT"  # in the environment of the server: its parent, and its folder
 
@@ -64,3 +66,30 @@ def _ensure_running() -> None:
     finally:
         del os.environ[PARENT]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def deferred_interrupts(most: int) -> Iterator[None]:
+    """Handle up to `most` SIGINT that arrive inside at the end of it; one more is handled at once.
+
+    A rank whose start is interrupted has no known process id. Outside the main thread, where Python handles
+    no signal, this does nothing.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    received: list[tuple[Any, ...]] = []
+
+    def defer(*event: Any) -> None:
+        received.append(event)
+        if len(received) > most:
+            handler(*event)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        handler(*received[0])

@@ -20,8 +20,7 @@ from typing import Any, Self, TypeVar
 from echelon.errors import UserError, raise_errors
 from echelon.launching import torchrun
 from echelon.launching.channel import Answer, Message, is_launched_rank, pack_call
-from echelon.launching.interrupts import deferred_interrupts
-from echelon.launching.preloading import fork_server_context
+from echelon.launching.preloading import deferred_interrupts, fork_server_context
 from echelon.launching.rank_process import (
     RankProcess,
     collect_stacks,

@@ -82,14 +82,12 @@ def poll_file(store: Store, key: str) -> None:
         time.sleep(_PAUSE)
 
 
-def _read_report(store: Store, rank: int) -> Any:
-    poll_file(store, f"report-{rank}")
-    return json.loads(store.get(f"report-{rank}"))
-
-
 def _read_reports(store: Store, ranks: int) -> list[Any]:
     """Wait for the reports of all ranks, also where one has failed: others may still be at work."""
-    reports = [_read_report(store, rank) for rank in range(ranks)]
+    reports = []
+    for key in (f"report-{rank}" for rank in range(ranks)):
+        poll_file(store, key)
+        reports.append(json.loads(store.get(key)))
     for report in reports:
         if "value" not in report:
             raise _error_of(report)

@@ -5,9 +5,7 @@ lists its layers.
 """
 
 from echelon.models.build import build, build_image, build_without_memory, num_parameters, preset, presets
-from echelon.models.config import ModelConfig, RopeScaling
-from echelon.models.experts_config import ExpertsConfig
-from echelon.models.generate import generate
+from echelon.models.config import ExpertsConfig, ModelConfig, RopeScaling
 from echelon.models.hf.folder import (
     from_hf_state,
     load_hf,
@@ -18,8 +16,7 @@ from echelon.models.hf.folder import (
 )
 from echelon.models.image.config import ImageConfig, image_preset, image_presets, read_image_config
 from echelon.models.image.model import ImageModel, load_image
-from echelon.models.loss import cross_entropy
-from echelon.models.transformer import GPT, Llama, Transformer
+from echelon.models.transformer import GPT, Llama, Transformer, cross_entropy, generate
 
 __all__ = [
     "GPT",

@@ -17,8 +17,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.models.config import ModelConfig, RopeScaling
-from echelon.models.experts_config import GATE_FIELDS, ExpertsConfig
+from echelon.models.config import GATE_FIELDS, ExpertsConfig, ModelConfig, RopeScaling
 from echelon.nn.experts import (
     Experts,
     Gate,

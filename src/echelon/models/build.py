@@ -12,8 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from echelon.errors import UserError, did_you_mean
-from echelon.models.config import ModelConfig, RopeScaling
-from echelon.models.experts_config import ExpertsConfig
+from echelon.models.config import ExpertsConfig, ModelConfig, RopeScaling
 from echelon.models.image.config import ImageConfig, image_preset
 from echelon.models.image.model import ImageModel
 from echelon.models.transformer import GPT, Llama, Transformer

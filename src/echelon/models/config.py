@@ -1,18 +1,194 @@
-"""The shape of a transformer as plain data: `ModelConfig`.
+"""The shape of a transformer as plain data: `ModelConfig`, and `ExpertsConfig` of its experts.
 
-It needs no torch, so that a planner can size a model that fits on no machine here. Named sizes are in
-`presets`, the modules in `transformer`.
+It needs no torch, so that a planner can size a model that fits on no machine here.
 """
 
+import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
-from echelon.models.experts_config import ExpertsConfig, value_errors
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float)
+
+
+# Kind of value → what it must be, and the check.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("an integer, at least 1", lambda value: _is_integer(value) and value >= 1),
+    "count or 0": ("an integer, at least 0", lambda value: _is_integer(value) and value >= 0),
+    "number": ("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf),
+    "weight": ("a number, at least 0", lambda value: _is_number(value) and 0 <= value < math.inf),
+    "fraction": ("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+}
+
+
+def value_errors(config: object, kind: str, *names: str, optional: bool = False) -> list[str]:
+    """List the fields of a config that are not of this kind, or None if they are optional."""
+    (rule, is_valid), values = _RULES[kind], {name: getattr(config, name) for name in names}
+    wrong = {n: v for n, v in values.items() if not is_valid(v) and not (optional and v is None)}
+    return [f"{name}={value!r}: must be {rule}" for name, value in wrong.items()]
+
+
+GateName = Literal["softmax", "noisy-top-k", "switch", "gshard", "sigmoid", "hierarchical"]
+
+# Of the fields that not every gate has, those that each reads. Another one would be ignored in silence.
+GATE_FIELDS: dict[str, tuple[str, ...]] = {
+    "softmax": ("normalize", "balance", "z_loss", "capacity", "jitter"),
+    "noisy-top-k": ("importance", "load", "z_loss", "capacity"),
+    "switch": ("balance", "z_loss", "capacity", "jitter"),
+    "gshard": ("balance", "z_loss", "capacity"),
+    "sigmoid": ("normalize", "scale", "groups", "group_top_k", "bias_rate", "capacity"),
+    "hierarchical": ("groups", "group_top_k", "importance", "load", "capacity"),
+}
+_GATE_TOP_K = {"switch": 1, "gshard": 2}
+# What is only trained with: a model computes the same with other values.
+TRAINING_FIELDS = ("balance", "importance", "load", "z_loss", "bias_rate", "jitter")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward parts that are mixtures of experts, and the gate that chooses among them.
+
+        ExpertsConfig(num_experts=8, top_k=2, hidden=128, balance=0.01)
+
+    Attributes:
+        hidden: the width of the hidden part of an expert.
+        normalize: whether the weights of a token's experts sum to 1.
+        scale: of these weights, after that.
+        shared: the width of the hidden part of the expert that sees every token; 0: there is none.
+        shared_gate: whether the shared expert is weighted by a sigmoid of the token, as in Qwen2-MoE.
+        first_dense: how many of the first layers have one dense feed-forward part of the model's width `ffn`.
+        capacity: most tokens of a sample for an expert, as a multiple of its fair share; None: no limit.
+        groups: of experts, of equal size.
+        group_top_k: a token chooses among the experts of the best few groups; None: of all.
+        balance: the weight of the balancing loss.
+        importance: the weight of the importance loss.
+        load: the weight of the load loss.
+        z_loss: the weight of the loss that keeps logits small.
+        bias_rate: the step of the bias that balances without a loss.
+        jitter: the part by which inputs of the gate are scaled at random in training.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    gate: GateName = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    shared: int = 0
+    shared_gate: bool = False
+    first_dense: int = 0
+    capacity: float | None = None
+    groups: int = 1
+    group_top_k: int | None = None
+    balance: float = 0.0
+    importance: float = 0.0
+    load: float = 0.0
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        gates = get_args(GateName)
+        errors = []
+        if self.gate not in gates:
+            errors.append(f"gate={self.gate!r}: is not a gate{did_you_mean(str(self.gate), gates)}")
+        errors += [
+            *value_errors(self, "count", "num_experts", "top_k", "hidden", "groups"),
+            *value_errors(self, "count or 0", "shared", "first_dense"),
+            *value_errors(self, "flag", "normalize", "shared_gate"),
+            *value_errors(self, "number", "scale"),
+            *value_errors(self, "weight", *TRAINING_FIELDS),
+            *value_errors(self, "count", "group_top_k", optional=True),
+            *value_errors(self, "number", "capacity", optional=True),
+        ]
+        # How values fit together is checked only if each value is valid.
+        errors = errors or [*_unread_errors(self), *_choice_errors(self), *_group_errors(self)]
+        raise_errors("experts config", errors)
+
+    @property
+    def num_chosen_groups(self) -> int:
+        return self.groups if self.group_top_k is None else self.group_top_k
+
+    @property
+    def num_gate_rows(self) -> int:
+        if self.gate == "hierarchical":
+            return 2 * (self.groups + self.num_experts)
+        return 2 * self.num_experts if self.gate == "noisy-top-k" else self.num_experts
+
+
+def _choice_errors(config: ExpertsConfig) -> list[str]:
+    gate, top_k, num_experts = config.gate, config.top_k, config.num_experts
+    errors = []
+    if top_k > num_experts:
+        errors.append(
+            f"top_k={top_k} num_experts={num_experts}: a token cannot have more experts than there are; set "
+            f"top_k to at most {num_experts}"
+        )
+    wanted = _GATE_TOP_K.get(gate, top_k)
+    if top_k != wanted:
+        errors.append(f"top_k={top_k} gate={gate!r}: this gate chooses {wanted}; set top_k={wanted}")
+    if top_k == 1 and config.normalize and "normalize" in GATE_FIELDS[gate]:
+        errors.append(
+            "top_k=1 normalize=True: a single weight would always be 1, and the gate would learn nothing of "
+            "the loss; set normalize=False"
+        )
+    return errors
+
+
+def _group_errors(config: ExpertsConfig) -> list[str]:
+    chosen, groups, num_experts = config.num_chosen_groups, config.groups, config.num_experts
+    if num_experts % groups:
+        return [
+            f"num_experts={num_experts} groups={groups}: groups have equal numbers of experts; make "
+            f"num_experts a multiple of {groups}"
+        ]
+    if chosen > groups:
+        return [
+            f"group_top_k={chosen} groups={groups}: a token cannot choose more groups than there are; set "
+            f"group_top_k to at most {groups}"
+        ]
+    if config.gate == "hierarchical" and config.top_k % chosen:
+        return [
+            f"top_k={config.top_k} group_top_k={chosen}: a token takes equally many experts of each of its "
+            f"groups; make top_k a multiple of {chosen}"
+        ]
+    reachable = chosen * (num_experts // groups)
+    if reachable < config.top_k <= num_experts:
+        return [
+            f"top_k={config.top_k} group_top_k={chosen}: the chosen groups have {reachable} experts; set "
+            "group_top_k higher"
+        ]
+    return []
+
+
+def _unread_errors(config: ExpertsConfig) -> list[str]:
+    """List the fields that are set, and that nothing reads here."""
+    errors = []
+    for field in dataclasses.fields(ExpertsConfig):
+        gates = [repr(gate) for gate, names in GATE_FIELDS.items() if field.name in names]
+        value = getattr(config, field.name)
+        if gates and repr(config.gate) not in gates and value != field.default:
+            errors.append(
+                f"{field.name}={value!r} gate={config.gate!r}: this gate does not read {field.name}; leave "
+                f"it out, or use {' or '.join(gates)}"
+            )
+    if config.shared_gate and not config.shared:
+        errors.append("shared_gate=True shared=0: there is no shared expert to weigh; set shared, its width")
+    return errors
+
 
 Family = Literal["gpt", "llama"]
 
-_OPTIONAL = ("kv_heads", "ffn", "head_width")
 _TOO_MANY = 2**62  # parameters, or positions: torch could not count their bytes
 
 
@@ -75,7 +251,7 @@ class ModelConfig:
             errors.append(f"family={self.family!r}: is not a model family{guess}")
         errors += [
             *value_errors(self, "count", "layers", "width", "heads", "vocab", "sequence"),
-            *value_errors(self, "count", *(name for name in _OPTIONAL if getattr(self, name) is not None)),
+            *value_errors(self, "count", "kv_heads", "ffn", "head_width", optional=True),
             *value_errors(self, "number", "norm_epsilon", "rope_theta"),
             *value_errors(self, "flag", "tied", "qk_norm"),
             *value_errors(self, "fraction", "dropout"),
@@ -87,12 +263,10 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head of query, key and value."""
         return self.width // self.heads if self.head_width is None else self.head_width
 
     @property
     def query_width(self) -> int:
-        """Width of the query of one token, and of what attention returns."""
         return self.head_dim * self.heads
 
     @property
@@ -101,7 +275,6 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Width of the key, and of the value, of one token."""
         return self.head_dim * self.num_kv_heads
 
     @property
@@ -114,7 +287,6 @@ class ModelConfig:
 
     @property
     def bias(self) -> bool:
-        """True if linear layers add a bias: GPT's do, Llama's do not."""
         return self.family == "gpt"
 
     @property
@@ -133,7 +305,6 @@ class ModelConfig:
         return self.num_parameters - self._count(0)
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if the feed-forward part of this block is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.first_dense
 
     def _count(self, num_experts: int) -> int:
@@ -142,9 +313,8 @@ class ModelConfig:
         def feed_forward(hidden: int) -> int:
             return matrices * hidden + (hidden + self.width if self.bias else 0)
 
-        positions = self.sequence * self.width if self.family == "gpt" else 0
         projection = 0 if self.tied else self.vocab * self.width
-        embedding = self.vocab * self.width + positions
+        embedding = (self.vocab + (self.sequence if self.family == "gpt" else 0)) * self.width
         norm = 2 * self.width if self.family == "gpt" else self.width
         attention = 2 * self.width * (self.query_width + self.kv_width)
         attention += self.query_width + 2 * self.kv_width + self.width if self.bias else 0
@@ -176,11 +346,9 @@ def _head_errors(config: ModelConfig) -> list[str]:
             f"make width a multiple of {config.heads}, or set head_width"
         )
     elif config.family == "llama" and config.head_dim % 2:
-        where, fix = (
-            (f"width={config.width} heads={config.heads}", "make width / heads even")
-            if config.head_width is None
-            else (f"head_width={config.head_width}", "make head_width even")
-        )
+        where, fix = f"width={config.width} heads={config.heads}", "make width / heads even"
+        if config.head_width is not None:
+            where, fix = f"head_width={config.head_width}", "make head_width even"
         errors.append(f"{where}: rotary positions turn pairs, and a head is {config.head_dim} wide; {fix}")
     if config.family == "llama" and config.heads % config.num_kv_heads:
         errors.append(

@@ -79,10 +79,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def call_stage(stage: nn.Module, inputs: Any) -> Any:
     """Call a stage, or a layer, with the inputs of a batch or what the one before returned."""
-    if isinstance(inputs, ObjectiveInputs):
-        return inputs.objective(stage, inputs.batch)
     if not isinstance(inputs, Inputs):
-        return stage(inputs)
+        return call(stage, inputs)
     return stage(inputs.args) if inputs.as_one else stage(*inputs.args, **inputs.kwargs)
 
 
@@ -181,7 +179,9 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
     the rest are the first sample again, with weight 0.
     """
     samples = num_samples(batch)
-    if min(count, samples) == 1 and _is_pair_of_values(batch):
+    # As most are: two tensors from which no gradient goes back.
+    is_plain = type(batch) is tuple and all(type(t) is Tensor and not t.requires_grad for t in batch)
+    if min(count, samples) == 1 and is_plain:
         parts = [(tuple(each.detach() for each in batch), 1)]  # a third of the time of a view
     else:
         bounds = (part_bounds(samples, index, count) for index in range(min(count, samples)))
@@ -195,12 +195,6 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
             )
         parts += [(_samples(batch, 0, 1), 0)] * (count - len(parts))
     return parts
-
-
-def _is_pair_of_values(batch: Any) -> bool:
-    """Return whether a batch is two tensors, as most are, from which no gradient goes back."""
-    is_pair = type(batch) is tuple and {*map(type, batch)} == _ONLY_TENSORS
-    return is_pair and not any(each.requires_grad for each in batch)
 
 
 def cast(structure: Any, dtype: torch.dtype) -> Any:

@@ -15,16 +15,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from echelon.errors import UserError, raise_errors
+from echelon.nn.huggingface import families
 from echelon.nn.huggingface.adapters import adapted_model, reason_not_passed_on
-from echelon.nn.huggingface.families import (
-    ENCODERS,
-    FAMILIES,
-    block_list,
-    find_encoder,
-    find_family,
-    layers_of,
-    reason_not_listed,
-)
 from echelon.nn.huggingface.layers import modules_outside
 from echelon.nn.huggingface.modules import is_encoder_decoder
 from echelon.nn.wrapping import replaced_forward
@@ -46,8 +38,9 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
         return [] if _reason_own_forward(model) else _check_modules(model, list(listing()))
     if isinstance(model, nn.Sequential):
         return [] if _reason_own_forward(model) else list(model)
-    family = find_family(model) or find_encoder(model)
-    return layers_of(model, family) if family is not None and not reason_not_listed(model) else []
+    family = families.find_known(model)
+    is_listed = family is not None and not families.reason_not_listed(model)
+    return families.layers_of(model, family) if family is not None and is_listed else []
 
 
 def _check_modules(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
@@ -66,8 +59,8 @@ def how_to_list(model: nn.Module) -> str:
     if reason:
         return reason
     model = adapted_model(model)
-    if find_family(model) is not None or find_encoder(model) is not None:
-        return reason_not_listed(model)
+    if families.find_known(model) is not None:
+        return families.reason_not_listed(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):
         return _reason_own_forward(model)
     layers: Any = getattr(model, "layers", None)
@@ -84,7 +77,7 @@ def how_to_list(model: nn.Module) -> str:
     return (
         f"{_hint(model)}make it an nn.Sequential, or give it layers() -> list[nn.Module], each layer taking "
         "what the one before returned; these models of transformers work as they are: "
-        f"{', '.join([*FAMILIES, *ENCODERS])}"
+        f"{', '.join([*families.FAMILIES, *families.ENCODERS])}"
     )
 
 
@@ -176,10 +169,10 @@ def _listed_inside(name: str, module: nn.Module) -> LayerList | None:
 
 
 def _blocks_of_family(model: nn.Module) -> LayerList | None:
-    family = find_family(model) or find_encoder(model)
+    family = families.find_known(model)
     if family is None:
         return None
-    path, blocks = block_list(model, family)
+    path, blocks = families.block_list(model, family)
     return LayerList((path,), blocks)
 
 

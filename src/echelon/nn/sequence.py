@@ -35,10 +35,8 @@ class View:
     shared: Mapping[str, Any] = MappingProxyType({})  # of a batch, what every layer may ask for
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions in the whole sequence of the `length` tokens on this rank, [length].
-
-        Padding has the last position of the sequence: a model may have learned no later one.
-        """
+        """Return the positions in the whole sequence of the `length` tokens on this rank, [length]. Padding
+        has the last position of the sequence: a model may have learned no later one."""
         return self._in_sequence(torch.arange(length, device=device))
 
     def whole_length(self, length: int) -> int:
@@ -60,10 +58,8 @@ class View:
         return positions if self.true_length is None else positions.clamp(max=self.true_length - 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-        """Causal attention of the queries on this rank over the whole sequence.
-
-        [batch, heads, sequence, head_width] each; keys and values may have fewer heads.
-        """
+        """Causal attention of the queries on this rank over the whole sequence. [batch, heads, sequence,
+        head_width] each; keys and values may have fewer heads."""
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped

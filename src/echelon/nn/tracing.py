@@ -1,14 +1,15 @@
-"""Code that torch.compile must not trace, and models that it has wrapped.
+"""Code that torch.compile must not trace, models that it has wrapped, and functions that read no values.
 
 A compiled layer is traced once and replayed. A message would be traced as one of a single rank, and the
 number of a step as a constant. An `untraced` function splits the trace: it runs each time.
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import GetSetDescriptorType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
@@ -50,3 +51,28 @@ def is_transformed() -> bool:
     """Return whether a tracer records what is computed, or a transform differentiates it in another way."""
     recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     return recorded or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# Functions of torch that read no values of a tensor: its shape, type, device, gradient and hooks.
+
+
+def _functions_without_values() -> set[Callable[..., Any]]:
+    """Those of all attributes but tensors of the values."""
+    values = {"data", "T", "H", "mT", "mH", "real", "imag"}
+    functions: set[Callable[..., Any]] = set()
+    for name, attribute in vars(torch._C.TensorBase).items():
+        if isinstance(attribute, GetSetDescriptorType) and name not in values:
+            functions |= {attribute.__get__, attribute.__set__, attribute.__delete__}
+    methods = (
+        "dim ndimension size numel nelement stride storage_offset element_size untyped_storage get_device "
+        "is_contiguous is_pinned is_floating_point is_complex is_signed is_inference is_conj is_neg _is_view "
+        "requires_grad_ "
+        "register_hook register_post_accumulate_grad_hook __len__ new_empty new_zeros new_ones new_full"
+    )
+    functions |= {getattr(Tensor, name) for name in methods.split()}
+    makers = "empty_like zeros_like ones_like full_like rand_like randn_like"
+    questions = "numel is_floating_point is_complex"
+    return functions | {getattr(torch, name) for name in f"{makers} {questions}".split()}
+
+
+FUNCTIONS_WITHOUT_VALUES = _functions_without_values()

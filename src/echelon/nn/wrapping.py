@@ -18,21 +18,8 @@ from torch.utils.hooks import RemovableHandle
 # Every entry, innermost first. Hooks lie outside of all that replaces the forward; they are called in the
 # order in which they were set.
 STACK = (
-    "float64",
-    "batch norm",
-    "dropout",
-    "expert",
-    "float8",
-    "tensor",
-    "accumulate",
-    "compress",
-    "compile",
-    "head",
-    "recompute",
-    "offload",
-    "sequence",
-    "gather",
-    "stage",
+    *("float64", "batch norm", "dropout", "expert", "float8", "tensor", "accumulate", "compress"),
+    *("compile", "head", "recompute", "offload", "sequence", "gather", "stage"),
 )
 GUARD = "guard"  # hooks for calls between steps, which change nothing in a step and are not listed
 
@@ -77,10 +64,8 @@ class Wrapping:
         self.remove()
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put an entry around its module, inside of those that come later in the stack.
-
-        An entry of the same name, of an engine that was not closed or of a copied model, makes way.
-        """
+        """Put an entry around its module, inside of those that come later in the stack. An entry of the same
+        name, of an engine that was not closed or of a copied model, makes way."""
         module, place = wrapper.module, STACK.index(wrapper.entry)
         for earlier in list(stack_of(module)):
             if earlier.entry == wrapper.entry:

@@ -75,10 +75,6 @@ _QUESTIONS = frozenset(
 )
 
 
-def _absent(leaf: Any) -> Any:
-    return AbsentTensor.make() if isinstance(leaf, Tensor) else leaf
-
-
 class _Finished(BaseException):
     """The last layer of this stage has run. Not an Exception: a forward may catch those."""
 
@@ -141,7 +137,9 @@ class CalledStage(nn.Module):
             raise _Finished
         if place == self._begin - 1:
             return self._received
-        return tree_map(_absent, self._received)
+        return tree_map(
+            lambda leaf: AbsentTensor.make() if isinstance(leaf, Tensor) else leaf, self._received
+        )
 
     def enter(self, place: int, arguments: Any) -> None:
         self._advance(place)

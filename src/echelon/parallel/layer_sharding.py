@@ -21,36 +21,25 @@ from echelon.nn.batch import DTYPES, num_samples
 from echelon.nn.dropout.modules import keyed_modules, set_global_indices
 from echelon.nn.experts import Positions, gates_of
 from echelon.nn.float8 import check_parts
-from echelon.nn.head.compiled_loss import CompiledLoss
-from echelon.nn.head.torch_losses import WaitingLoss
-from echelon.nn.head.wrapper import Deferral
+from echelon.nn.head.deferred import Deferral
+from echelon.nn.head.losses import CompiledLoss, WaitingLoss
 from echelon.nn.layering import how_to_list, listed_layers
 from echelon.nn.losses import Loss
 from echelon.nn.sequence import View, assign
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel import sequence_checks
 from echelon.parallel.context import AllToAllView, RingView, positions, put_together, take
 from echelon.parallel.data.parameter_set import SharedGradient
 from echelon.parallel.expert.split import spread_experts
 from echelon.parallel.own_loss import ObjectiveLoss, in_float32
 from echelon.parallel.padding import HiddenPadding, LocalTargets, Padding, SplitOutput, has_positions
 from echelon.parallel.pipeline import StageModule
-from echelon.parallel.sequence_checks import (
-    check_gate_padding,
-    check_heads,
-    check_masks,
-    check_positions,
-    check_split,
-    check_weight_masks,
-    classes_not_causal,
-)
-from echelon.parallel.tensor.loss import split_loss
-from echelon.parallel.tensor.modules import number_layers
+from echelon.parallel.tensor.modules import number_layers, split_loss
 from echelon.parallel.tensor.split import Sharded, split_over
 from echelon.parallel.tensor.styles import Table
 from echelon.program import Program
 from echelon.program.build import step_program
-from echelon.state.ownership import OwnedSlice
-from echelon.state.shards import Shard
+from echelon.state.ownership import OwnedSlice, Shard
 
 
 class LocalPart(NamedTuple):
@@ -77,21 +66,20 @@ class LayerSharding:
         self._mesh, self._context = mesh, mesh.group("context")
         self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
         layers = _layers(model, mesh) if self.by_layers else []
-        check_positions(layers, mesh.plan)
-        check_heads(model, mesh.plan)
-        check_masks(model, mesh.plan)
+        sequence_checks.check_positions(layers, mesh.plan)
+        sequence_checks.check_heads(model, mesh.plan)
+        sequence_checks.check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
         self._before = frozenset(before)
         self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
-        not_causal = classes_not_causal(model, layers[1:])
-        self._expert_shards = (
-            spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else {}
-        )
+        not_causal = sequence_checks.classes_not_causal(model, layers[1:])
+        has_experts = mesh.plan.expert > 1
+        self._expert_shards = spread_experts(model, mesh.group("expert"), wrapping) if has_experts else {}
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         check_parts(model, mesh.plan)
         if mesh.plan.sequence:
             assert self.sharded is not None
-            check_split(model, before, self.sharded, mesh.plan)
+            sequence_checks.check_split(model, before, self.sharded, mesh.plan)
         self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
         self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
         # Whether the last layer returns this rank's part of the vocabulary, for a loss of parts.
@@ -117,14 +105,9 @@ class LayerSharding:
         group = self._mesh.group("tensor")
         if group.size == 1:
             return None
+        sequence, joins = self._mesh.plan.sequence, split_loss(loss) is None
         return split_over(
-            model,
-            group,
-            tensor_table,
-            wrapping,
-            sequence=self._mesh.plan.sequence,
-            whole_sequence=before,
-            join_logits=split_loss(loss) is None,
+            model, group, tensor_table, wrapping, sequence=sequence, whole_sequence=before, join_logits=joins
         )
 
     def _loss(self, loss: Loss) -> Loss:
@@ -275,9 +258,9 @@ class LayerSharding:
         length = self._padding.true_length(batch)
         if length is not None:
             by_heads = [] if self.sharded is None else self.sharded.by_heads
-            check_weight_masks(by_heads, self._mesh.plan, length)
+            sequence_checks.check_weight_masks(by_heads, self._mesh.plan, length)
             if self._routes_padding:
-                check_gate_padding(self._mesh.plan, length)
+                sequence_checks.check_gate_padding(self._mesh.plan, length)
             batch = self._padding.pad(batch, length)
         inputs, targets = batch
         if self._context.size > 1:
@@ -301,21 +284,7 @@ class LayerSharding:
         for."""
         if true_length is None and not shared and self._hidden_padding is None:
             return scope  # the view stays as it is
-        return partial(self._in_view, true_length, shared, scope)
-
-    @contextmanager
-    def _in_view(
-        self,
-        true_length: int | None,
-        shared: Mapping[str, Any],
-        scope: Callable[[], AbstractContextManager[None]],
-    ) -> Iterator[None]:
-        self.view.true_length, self.view.shared = true_length, shared
-        try:
-            with scope():
-                yield
-        finally:
-            self.view.true_length, self.view.shared = None, {}
+        return lambda: _inside(self.view.seeing(true_length, shared), scope)
 
     # Dropout and gates.
 
@@ -348,6 +317,14 @@ class LayerSharding:
         """Return the positions of this rank along `tensor`, out of its part along `context`."""
         plan = self._mesh.plan
         return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
+
+
+@contextmanager
+def _inside(
+    outer: AbstractContextManager[None], scope: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    with outer, scope():
+        yield
 
 
 def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

@@ -11,22 +11,11 @@ from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
 from echelon.nn.batch import Objective
-from echelon.nn.head.torch_losses import known_loss
+from echelon.nn.head.losses import known_loss
+from echelon.nn.huggingface import own_loss as huggingface
 from echelon.nn.huggingface.adapters import adapted_model, predicts_first, reason_not_passed_on
-from echelon.nn.huggingface.own_loss import (
-    ReplacedLoss,
-    causal_cross_entropy,
-    causal_loss,
-    counts_labels,
-    is_plain_causal_loss,
-    is_plain_encoder_loss,
-    label_cross_entropy,
-    mean_as_total,
-    shifts_labels,
-    unsplit_causal_cross_entropy,
-)
 from echelon.nn.losses import IGNORED_TARGET, Loss
-from echelon.parallel.tensor.loss import split_loss
+from echelon.parallel.tensor.modules import split_loss
 from echelon.plan import Plan
 
 
@@ -54,29 +43,28 @@ def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan, objective: Obje
     inner = adapted_model(model)
     if reason_not_passed_on(model):  # tokens are added, or terms of the loss
         return OwnLoss(inner, counts_first=predicts_first(model))
-    if is_plain_causal_loss(inner):
-        return causal_loss(inner, in_float64=plan.precision == "fp64")
-    return label_cross_entropy if is_plain_encoder_loss(inner) else OwnLoss(inner)
+    if huggingface.is_plain_causal_loss(inner):
+        return huggingface.causal_loss(inner, in_float64=plan.precision == "fp64")
+    return huggingface.label_cross_entropy if huggingface.is_plain_encoder_loss(inner) else OwnLoss(inner)
 
 
 def takes_next_labels(loss: Loss) -> bool:
     """Return whether a loss counts, at each position, the label of the next one."""
     if isinstance(loss, OwnLoss):
         return loss.shifts
-    return isinstance(loss, ReplacedLoss) or loss in (causal_cross_entropy, unsplit_causal_cross_entropy)
+    causal = (huggingface.causal_cross_entropy, huggingface.unsplit_causal_cross_entropy)
+    return isinstance(loss, huggingface.ReplacedLoss) or loss in causal
 
 
 @final
 class OwnLoss:
-    """The loss of a model's output, a mean, with the number of labels that it is the mean of.
-
-    A model of transformers ignores some labels. Any other model's mean is over samples.
-    """
+    """The loss of a model's output, a mean, with the number of labels that it is the mean of. A model of
+    transformers ignores some labels. Any other model's mean is over samples."""
 
     def __init__(self, model: nn.Module, *, counts_first: bool = False) -> None:
         """`counts_first`: a first label counts too, although the labels are those of next positions."""
-        self._counts = counts_labels(model)
-        self.shifts = self._counts and shifts_labels(model) and not counts_first
+        self._counts = huggingface.counts_labels(model)
+        self.shifts = self._counts and huggingface.shifts_labels(model) and not counts_first
         self.ignore_index = _ignore_index(model)
 
     def __call__(self, output: Any, labels: Any) -> Any:
@@ -84,7 +72,7 @@ class OwnLoss:
         is_counted = self._counts and isinstance(labels, Tensor) and not labels.is_floating_point()
         if not is_counted or not isinstance(loss, Tensor):
             return loss
-        return mean_as_total(loss, labels)
+        return huggingface.mean_as_total(loss, labels)
 
 
 def _ignore_index(model: nn.Module) -> int:

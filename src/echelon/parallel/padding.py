@@ -37,10 +37,8 @@ from echelon.plan import Plan
 
 
 class LocalTargets(NamedTuple):
-    """The targets of a rank's part of a microbatch, and which of its positions are no padding.
-
-    `share`: the part of all true positions that is on this rank, by which a plain mean counts.
-    """
+    """The targets of a rank's part of a microbatch, and which of its positions are no padding. `share`: the
+    part of all true positions that is on this rank, by which a plain mean counts."""
 
     values: Any
     share: float
@@ -59,10 +57,8 @@ class LocalTargets(NamedTuple):
 def true_pair(
     output: Any, targets: Any, num_true: int, num_positions: int, *, ignores: bool
 ) -> tuple[Any, Any]:
-    """An output of `num_positions` positions and targets of the true ones, as a loss takes them.
-
-    A loss that `ignores` targets gets the whole (large) output with such targets; any other a cut output.
-    """
+    """An output of `num_positions` positions and targets of the true ones, as a loss takes them. A loss that
+    `ignores` targets gets the whole (large) output with such targets; any other a cut output."""
     _check_positions(output, num_true, num_positions)
     if ignores and isinstance(targets, Tensor) and targets.shape[1:] == (num_true,):
         return output, F.pad(targets, (0, num_positions - num_true), value=IGNORED_TARGET)

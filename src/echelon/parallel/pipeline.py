@@ -139,9 +139,7 @@ def _keeps_something(module: nn.Module) -> bool:
 
 def keep_only(model: nn.Module, stages: Sequence[nn.Module], kept: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Drop all parameters and buffers of other stages; buffers that are in no layer stay on every rank.
-
-    Returns the buffers that no state dict has, by name: nothing could bring them back otherwise.
-    """
+    Returns the buffers that no state dict has, by name: nothing could bring them back otherwise."""
     temporary: dict[str, Tensor] = {}
     modules = {module for stage in kept for module in stage.modules()}
     others = {module for stage in stages for module in stage.modules()} - modules

@@ -15,8 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.errors import UserError, raise_errors
+from echelon.nn.dropout.mask import noises
 from echelon.nn.dropout.modules import is_keyed, unkeyed_dropout
-from echelon.nn.dropout.noise import noises
 from echelon.nn.huggingface.adapters import adapted_model, is_adapted
 from echelon.nn.huggingface.families import find_family
 from echelon.nn.huggingface.modules import draws_by_head
@@ -28,14 +28,8 @@ from echelon.parallel.tensor.split import Sharded
 from echelon.plan import Plan
 
 _MIXERS = (
-    nn.MultiheadAttention,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.RNNBase,
-    nn.GroupNorm,
+    *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase, nn.GroupNorm),
     _NormBase,  # of batches and instances
 )
 
@@ -71,10 +65,8 @@ def check_positions(layers: Sequence[nn.Module], plan: Plan) -> None:
 
 
 def check_heads(model: nn.Module, plan: Plan) -> None:
-    """Refuse heads of which ranks cannot each take a part, where the model's config has their numbers.
-
-    Of another model, its first forward pass shows them.
-    """
+    """Refuse heads of which ranks cannot each take a part, where the model's config has their numbers. Of
+    another model, its first forward pass shows them."""
     config = getattr(model, "config", None)
     heads = _first_number(config, ("heads", "num_attention_heads", "n_head"))
     if plan.attention != "all-to-all" or heads is None:

@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from echelon.nn.autograd.leaves import used_once
 from echelon.nn.batch import call_stage
-from echelon.nn.integer_attributes import NumberSlot, attributes, attributes_as
+from echelon.nn.forward_state import NumberSlot, attributes, attributes_as
 from echelon.nn.layering import listed_layers
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.data.gradients import sum_tied, sum_within_stage

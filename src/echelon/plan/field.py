@@ -22,10 +22,8 @@ class NumberError(ValueError):
 
 
 class Rule(NamedTuple):
-    """A combination of fields that is refused. Its error is `field=value …: why; fix`.
-
-    A rule is checked once each of its fields is valid on its own. Texts may hold {plan.field}.
-    """
+    """A combination of fields that is refused. Its error is `field=value …: why; fix`. A rule is checked once
+    each of its fields is valid on its own. Texts may hold {plan.field}."""
 
     case: str  # the combination, for the documentation
     shown: tuple[str, ...]  # the fields that it reads, in the order in which the error shows them

@@ -15,12 +15,10 @@ from functools import partial
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.plan.axes import AUTO, Axes
+from echelon.plan.axes import ASYNCHRONOUS_SCHEDULES, AUTO, Axes, Schedule, is_schedule_file
 from echelon.plan.compute import Compute
 from echelon.plan.field import Field, NumberError, Rule, choice, switch
-from echelon.plan.replicas import Replicas
-from echelon.plan.schedule import ASYNCHRONOUS_SCHEDULES, Schedule, is_schedule_file
-from echelon.plan.update import Update
+from echelon.plan.state import Replicas, Update
 
 
 def _asks_beside(plan: "Plan", *, field: str, default: Any) -> bool:

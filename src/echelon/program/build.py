@@ -7,11 +7,10 @@ from pathlib import Path
 from echelon.errors import UserError, raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program.check import check, excerpt
-from echelon.program.grid import draw_words
 from echelon.program.instruction import COPIES, RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update, fill_update
 from echelon.program.schedules import asynchronous, flushed
-from echelon.program.text import Parsed, parse
+from echelon.program.text import Parsed, draw_words, parse
 from echelon.quantities import counted
 
 MOST_CHARACTERS = 2**25
@@ -27,10 +26,8 @@ def read_text_file(path: Path) -> str:
 
 
 def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
-    """The whole program of a schedule file, checked. Every error names its line.
-
-    What the file leaves out is added (`complete`). `ties`: several stages hold the same weights.
-    """
+    """The whole program of a schedule file, checked. Every error names its line. What the file leaves out is
+    added (`complete`). `ties`: several stages hold the same weights."""
     parsed = parse(read_user_text(path, f"schedule '{path}'"), name=str(path))
     if parsed.program is None:
         raise UserError(_title(parsed, path), list(parsed.errors))
@@ -105,10 +102,8 @@ def build(
 
 
 def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> Program:
-    """Return the program of the plan's schedule, checked. `ties`: stages share weights.
-
-    `microbatches`: those that a replica with few samples has, if not the plan's.
-    """
+    """Return the program of the plan's schedule, checked. `ties`: stages share weights. `microbatches`: those
+    that a replica with few samples has, if not the plan's."""
     gather, copies = plan.frees_weights, "activations" in plan.offload
     if plan.schedule_is_file:
         program = load_schedule(plan.schedule, ties=ties)

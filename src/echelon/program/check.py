@@ -8,21 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from echelon.errors import UserError
-from echelon.program.grid import Grid, draw, line_text
+from echelon.program import rules
 from echelon.program.instruction import COMPUTE, Instruction, Op, Program
 from echelon.program.readiness import Position, walk
-from echelon.program.rules import (
-    ProgramError,
-    find_copy_errors,
-    find_deadlocks,
-    find_duplicates,
-    find_misplaced,
-    find_missing_backwards,
-    find_missing_forwards,
-    find_unmatched_transfers,
-    find_unmet_needs,
-)
+from echelon.program.rules import ProgramError
 from echelon.program.simulate import Span
+from echelon.program.text import Grid, draw, line_text
 from echelon.quantities import counted
 
 _GATHERING = frozenset({Op.GATHER, Op.FREE})
@@ -30,19 +21,22 @@ _GATHERING = frozenset({Op.GATHER, Op.FREE})
 _Reason = tuple[int | None, str]  # the index of an instruction, and what is wrong with it
 
 
-def _on_each_rank(
-    program: Program, find: Callable[[Sequence[Instruction]], Iterable[_Reason]]
-) -> Iterator[ProgramError]:
-    for rank, instructions in enumerate(program.ranks):
-        yield from (ProgramError(rank, index, reason) for index, reason in find(instructions))
+Rule = Callable[[Program], Iterator[ProgramError]]
 
 
-def find_version_errors(program: Program) -> Iterator[ProgramError]:
+def _on_each_rank(find: Callable[[Sequence[Instruction]], Iterable[_Reason]]) -> Rule:
+    """Make a rule of a program of one that is about the instructions of a rank."""
+
+    def rule(program: Program) -> Iterator[ProgramError]:
+        for rank, instructions in enumerate(program.ranks):
+            yield from (ProgramError(rank, index, reason) for index, reason in find(instructions))
+
+    return rule
+
+
+@_on_each_rank
+def find_version_errors(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
     """A version exists when it is used, and a backward uses that of its forward."""
-    return _on_each_rank(program, _versions_of)
-
-
-def _versions_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
     ops = [instruction.op for instruction in instructions]
     behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
     if COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions):
@@ -79,11 +73,12 @@ def _versions_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
 
 def find_gather_errors(program: Program) -> Iterator[ProgramError]:
     """In a program with any GATHER or FREE, they come in pairs around each use."""
-    is_gathered = any(instruction.op in _GATHERING for work in program.ranks for instruction in work)
-    return _on_each_rank(program, _gathers_of if is_gathered else lambda _: ())
+    if any(instruction.op in _GATHERING for work in program.ranks for instruction in work):
+        yield from _find_unpaired(program)
 
 
-def _gathers_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+@_on_each_rank
+def _find_unpaired(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
     gathered: dict[int, int] = {}  # by stage: where its GATHER stands
     for index, (op, stage, _, _, _) in enumerate(instructions):
         if op is Op.GATHER:
@@ -121,12 +116,9 @@ class _Round:
             self.norms.append(index)
 
 
-def find_update_errors(program: Program) -> Iterator[ProgramError]:
+@_on_each_rank
+def find_update_errors(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
     """Every gradient comes to an update, through REDUCE, TIE and NORM in this order, and is published."""
-    return _on_each_rank(program, _updates_of)
-
-
-def _updates_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
     part = _Round()
     unpublished: int | None = None  # the UPDATE whose weights wait for a PUBLISH
     for index, instruction in enumerate(instructions):
@@ -134,10 +126,8 @@ def _updates_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
         if op in _FINAL:
             part.fresh[instruction.stage] = index
         if unpublished is not None and (op in COMPUTE or op is Op.UPDATE):
-            yield (
-                unpublished,
-                "no PUBLISH between this and the next computation: replicas would use old weights",
-            )
+            reason = "no PUBLISH between this and the next computation: replicas would use old weights"
+            yield unpublished, reason
             unpublished = None
         if op is Op.UPDATE:
             yield from _of_round(part, index)
@@ -177,17 +167,15 @@ def _of_round(part: _Round, update: int) -> Iterator[_Reason]:
 _WIDTH, _MOST_BLOCKS, _MOST_RANKS = 100, 3, 16
 _MOST_REPORTED = 1000
 
-Rule = Callable[[Program], Iterator[ProgramError]]
-
 _ALWAYS: tuple[Rule, ...] = (
-    find_duplicates,
-    find_missing_forwards,
-    find_unmet_needs,
-    find_unmatched_transfers,
+    rules.find_duplicates,
+    rules.find_missing_forwards,
+    rules.find_unmet_needs,
+    rules.find_unmatched_transfers,
     find_version_errors,
     find_gather_errors,
 )
-_TRAINING: tuple[Rule, ...] = (find_missing_backwards, find_update_errors, find_copy_errors)
+_TRAINING: tuple[Rule, ...] = (rules.find_missing_backwards, find_update_errors, rules.find_copy_errors)
 
 
 def find_errors(program: Program, *, training: bool = True) -> list[ProgramError]:
@@ -196,18 +184,16 @@ def find_errors(program: Program, *, training: bool = True) -> list[ProgramError
     Misplaced instructions are reported alone, because the other rules assume that there are none. Deadlocks
     are reported if nothing else is wrong: a missing send would be reported twice.
     """
-    misplaced = list(find_misplaced(program))
+    misplaced = list(rules.find_misplaced(program))
     if misplaced:
         return misplaced
-    rules = [*_ALWAYS, *(_TRAINING if training else ())]
-    return [error for rule in rules for error in rule(program)] or list(find_deadlocks(program))
+    every = [*_ALWAYS, *(_TRAINING if training else ())]
+    return [error for rule in every for error in rule(program)] or list(rules.find_deadlocks(program))
 
 
 def check(program: Program, *, training: bool = True, lines: Mapping[int, int] | None = None) -> None:
-    """Raise one UserError with every error of a program, if it has any.
-
-    `training=False`: it has only forwards. `lines` has the line of each rank, if the program is from a file.
-    """
+    """Raise one UserError with every error of a program, if it has any. `training=False`: it has only
+    forwards. `lines` has the line of each rank, if the program is from a file."""
     errors = find_errors(program, training=training)
     if not errors:
         return
@@ -256,7 +242,7 @@ def _sketch(program: Program, marked: set[Position]) -> dict[Position, Span]:
         if clock[rank] > start:
             spans[rank, index] = Span(rank, start, clock[rank], instruction)
 
-    if not any(find_misplaced(program)):
+    if not any(rules.find_misplaced(program)):
         for rank, index, causes in walk(program):
             clock[rank] = max([clock[rank], *(ends[cause] for cause in causes)])
             put(rank, index)

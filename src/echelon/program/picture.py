@@ -12,9 +12,9 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from echelon.errors import UserError
-from echelon.program.grid import LANES, labels, stages_of_ranks
 from echelon.program.instruction import COMPUTE, Op
 from echelon.program.simulate import Span
+from echelon.program.text import LANES, labels, stages_of_ranks
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -211,10 +211,8 @@ _SHORTEST = 9  # pixels of a box with words in it
 
 
 class Panel(NamedTuple):
-    """One timeline of a picture: simulate(…).spans(), or spans as they were measured.
-
-    `about` is printed below the title. Time starts at the first span.
-    """
+    """One timeline of a picture: simulate(…).spans(), or spans as they were measured. `about` is printed
+    below the title. Time starts at the first span."""
 
     spans: Sequence[Span]
     title: str

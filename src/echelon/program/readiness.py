@@ -134,9 +134,7 @@ class _Rendezvous:
         self, rank: int, index: int, op: Op, stage: int
     ) -> tuple[tuple[Position, ...] | None, list[int]]:
         """Return what each rank did last before it came (None while one is missing), and the ranks to wake.
-
-        Every rank of a rendezvous is given the same tuple.
-        """
+        Every rank of a rendezvous is given the same tuple."""
         kind = (op, stage if op is Op.REDUCE else 0)
         number = self._passed.get((rank, *kind), 0)
         arrived = self._arrived.setdefault((*kind, number), {})

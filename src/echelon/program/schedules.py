@@ -32,10 +32,8 @@ Step = tuple[Op, int]  # an operation and its microbatch
 
 
 class StageReplica(NamedTuple):
-    """One replica of a stage.
-
-    `ahead` counts the forwards before the first backward; `microbatches` are those that it works on.
-    """
+    """One replica of a stage. `ahead` counts the forwards before the first backward; `microbatches` are those
+    that it works on."""
 
     stage: int
     ahead: int
@@ -65,11 +63,8 @@ def _one_forward_one_backward(replica: StageReplica) -> Iterator[Step]:
 
 
 def _zero_bubble(replica: StageReplica) -> Iterator[Step]:
-    """1f1b with each backward in two parts.
-
-    Gradients for inputs come at once, since the stage before waits for them. Those for weights are delayed by
-    as many microbatches as there are stages before this one.
-    """
+    """1f1b with each backward in two parts. Gradients for inputs come at once, since the stage before waits
+    for them. Those for weights are delayed by as many microbatches as there are stages before this one."""
     delayed: list[int] = []
     for op, k in _one_forward_one_backward(replica):
         if op is F:
@@ -107,10 +102,8 @@ def flushed(name: str, replicas: Sequence[int], microbatches: int, chunks: int =
 
 
 def _interleaved(depth: int, microbatches: int, chunks: int) -> Program:
-    """1f1b over d·v stages, of which rank r holds r, r+d, r+2d …: the bubble shrinks by v.
-
-    Microbatches go in rounds of d: the rank's first chunk works on all of a round, then its second, …
-    """
+    """1f1b over d·v stages, of which rank r holds r, r+d, r+2d …: the bubble shrinks by v. Microbatches go in
+    rounds of d: the rank's first chunk works on all of a round, then its second, …"""
     assert microbatches % depth == 0, (microbatches, depth)
     total = microbatches * chunks
     ranks = []
@@ -154,9 +147,7 @@ def asynchronous(
     name: str, stages: int, microbatches: int, *, begin: int = 0, taken: int | None = None, drain: bool = True
 ) -> Program:
     """The program of a pipeline that has taken in `begin` microbatches and takes in `taken` more (a step's).
-
-    A filled pipeline repeats itself: a late step is an early one with higher numbers.
-    """
+    A filled pipeline repeats itself: a late step is an early one with higher numbers."""
     every = microbatches if name == "pipedream-2bw" else 1
     # Updates that can be left out of the computation: those beyond what fills the pipeline.
     skipped = max(0, begin // every - 2 * stages - 2)
@@ -223,10 +214,8 @@ def _version_rule(name: str, stages: int, stage: int, every: int) -> Callable[[i
 def _with_versions(
     stage: int, moves: Sequence[Step], version_of: Callable[[int], int]
 ) -> list[list[Instruction]]:
-    """The instructions of each move.
-
-    Weights that are used after an update are stashed before it, and popped after their last use.
-    """
+    """The instructions of each move. Weights that are used after an update are stashed before it, and popped
+    after their last use."""
     last_use = {version_of(k): index for index, (op, k) in enumerate(moves) if op is not Op.UPDATE}
     newest = 0
     stashed: set[int] = set()

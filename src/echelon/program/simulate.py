@@ -179,9 +179,7 @@ def _each(cost: Cost, stages: int) -> Sequence[Seconds]:
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     """Run a program on paper: each instruction starts as early as the rule of readiness allows.
-
-    `simulate(build("1f1b", (1,) * 4, 8)).bubble_fraction` is `Fraction(3, 11)`.
-    """
+    `simulate(build("1f1b", (1,) * 4, 8)).bubble_fraction` is `Fraction(3, 11)`."""
     costs = costs or Costs()
     table = costs.table(program.stages)
     clock: list[Seconds] = [0] * len(program.ranks)
@@ -275,10 +273,8 @@ def measured_costs(steps: Sequence[Step], stages: int) -> Costs:
 
 
 def _transfer(steps: Sequence[Step]) -> float:
-    """The median hop: from the start of a send to the end of its receive.
-
-    Only where the receiver was waiting: one that comes later finds the message, and shows nothing of the hop.
-    """
+    """The median hop: from the start of a send to the end of its receive. Only where the receiver was
+    waiting: one that comes later finds the message, and shows nothing of the hop."""
     pairs = [pair for step in steps for pair in _pairs(step)]
     waited = [float(recv.end - send.start) for send, recv in pairs if recv.start <= send.start]
     return median(waited or [float(recv.seconds) for _, recv in pairs] or [0.0])

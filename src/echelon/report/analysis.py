@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from echelon.program import RECEIVES, Op
 from echelon.program.simulate import WORK
-from echelon.report.intervals import Interval, common, length, union, without
-from echelon.report.trace_reader import InstructionSpan, MoveSpan, RankStep, Trace
+from echelon.report.trace_reader import MoveSpan, RankStep, Trace
 
 AXES = ("tensor", "context", "expert", "pipeline", "data")
+Interval = tuple[float, float]  # start, end
 _OF_EXPERTS = ("experts", "expert_data", "expert_shard", "expert_copies")
 
 
@@ -194,7 +194,7 @@ def critical_path(rows: Sequence[RankStep]) -> list[PathPart]:
             sent_at = sent.end if span.instruction.op in RECEIVES else sent.start
             if span.start < sent_at < now:
                 arrival, follow = sent_at, cause
-        path.append(PathPart(rank, _kind(span), max(0.0, now - arrival)))
+        path.append(PathPart(rank, span.kind, max(0.0, now - arrival)))
         now = min(now, arrival)
         if follow is not None:
             rank, at = follow
@@ -204,10 +204,6 @@ def critical_path(rows: Sequence[RankStep]) -> list[PathPart]:
             at -= 1
         if at < 0:
             return _joined(reversed(path))
-
-
-def _kind(span: InstructionSpan) -> str:
-    return span.instruction.op.name.lower().replace("_", " ")
 
 
 def _sends(rows: Sequence[RankStep]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -227,9 +223,7 @@ def _sends(rows: Sequence[RankStep]) -> dict[tuple[int, int], tuple[int, int]]:
             if op in RECEIVES:
                 kind = "activation" if op is Op.RECV_ACTIVATION else "gradient"
                 senders = by_message.get((kind, stage, microbatch), [])
-                if (
-                    senders
-                ):  # of several pipelines, those of which ranks have the same place among their stage's
+                if senders:  # of several pipelines: that of the rank with the same place among its stage's
                     found[row.rank, at] = senders[_place(rows, row) % len(senders)]
     return found
 
@@ -266,3 +260,48 @@ def _joined(path: Iterable[PathPart]) -> list[PathPart]:
         elif part.seconds > 0:
             joined.append(part)
     return joined
+
+
+# Sets of times as sorted, disjoint intervals.
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """union([(0, 2), (1, 3), (5, 6)])  ->  [(0, 3), (5, 6)]"""
+    joined: list[Interval] = []
+    for start, end in sorted(each for each in intervals if each[1] > each[0]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    """What is in both: common([(0, 3)], [(1, 2), (2.5, 9)])  ->  [(1, 2), (2.5, 3)]"""
+    found, i, j = [], 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            found.append((start, end))
+        if first[i][1] <= second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def without(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    """What is in `first` alone: without([(0, 3)], [(1, 2)])  ->  [(0, 1), (2, 3)]"""
+    left: list[Interval] = []
+    for start, end in first:
+        for begin, stop in common([(start, end)], second):
+            if begin > start:
+                left.append((start, begin))
+            start = stop
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

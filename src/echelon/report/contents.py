@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from echelon.quantities import show_bytes, show_seconds
 from echelon.report.analysis import AXES, Analysis, analyse
 from echelon.report.device_trace import read_device_times
 from echelon.report.run_files import Column, RunFiles, finite, whole
-from echelon.report.thinning import thin
 from echelon.report.timeline import timeline
 from echelon.report.trace_reader import read_trace
 
@@ -73,11 +73,8 @@ def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
 def _rows(table: dict[str, Any], path: str = "") -> list[list[str]]:
     rows: list[list[str]] = []
     for name, value in table.items():
-        rows += (
-            _rows(value, f"{path}{name}.")
-            if isinstance(value, dict)
-            else [[f"{path}{name}", str(value)[:500]]]
-        )
+        is_table = isinstance(value, dict)
+        rows += _rows(value, f"{path}{name}.") if is_table else [[f"{path}{name}", str(value)[:500]]]
     return rows[:300]
 
 
@@ -91,10 +88,9 @@ def figures(run: RunFiles, prediction: Any, analysis: Analysis | None) -> dict[s
     tokens = median_of(steps.get("tokens"))
     rate = tokens / seconds if seconds and tokens else None
     hidden, total = (nansum(steps.get(name)) for name in ("comm_hidden_seconds", "comm_seconds"))
-    flops = finite(prediction["mfu"]) if isinstance(prediction, dict) else None
-    mfu = None
-    if flops is not None and seconds and isinstance(prediction, dict):  # the same operations, in another time
-        mfu = flops * float(prediction["step_seconds"]) / seconds
+    mfu = finite(prediction["mfu"]) if isinstance(prediction, dict) and seconds else None
+    if mfu is not None and seconds:  # the same operations, in another time
+        mfu *= float(prediction["step_seconds"]) / seconds
     validation = run.evaluations.get("loss")
     overlaps = [row.overlap for row in analysis.ranks if row.overlap is not None] if analysis else []
     return {
@@ -210,25 +206,17 @@ def parts(run: RunFiles, prediction: Any, analysis: Analysis | None) -> dict[str
         measured = {name: sum(row.parts.get(name, 0.0) for row in analysis.ranks) / count for name in names}
         source = "trace"
     else:
-        step = median_of(run.steps.get("seconds"))
-        exposed = (
-            median_of(run.steps["comm_seconds"] - run.steps["comm_hidden_seconds"]) if run.steps else None
-        )
+        steps, step = run.steps, median_of(run.steps.get("seconds"))
+        exposed = median_of(steps["comm_seconds"] - steps["comm_hidden_seconds"]) if steps else None
         measured = {} if step is None or exposed is None else {"exposed": exposed, "compute": step - exposed}
         source = "metrics"
     order = ["compute", *AXES, "all ranks", "exposed", "optimizer", "other"]
     shown = [name for name in order if measured.get(name) or (predicted or {}).get(name)]
-    return {
-        "source": source,
-        "rows": [
-            {
-                "part": name,
-                "predicted": (predicted or {}).get(name) if predicted else None,
-                "measured": measured.get(name),
-            }
-            for name in shown
-        ],
-    }
+    rows = [
+        {"part": name, "predicted": (predicted or {}).get(name), "measured": measured.get(name)}
+        for name in shown
+    ]
+    return {"source": source, "rows": rows}
 
 
 def _measured_ranks(run: RunFiles) -> list[dict[str, Any]]:
@@ -310,14 +298,10 @@ def machine(run: RunFiles) -> list[dict[str, Any]]:
         {
             "host": name,
             "devices": [f"{count} × {device}" for device, count in host["devices"].items()],
-            **_cores(host),
+            "cores": host["cores"],
         }
         for name, host in list(hosts.items())[:256]
     ]
-
-
-def _cores(host: dict[str, Any]) -> dict[str, Any]:
-    return {"cores": host["cores"]}
 
 
 def _plain(analysis: Analysis) -> dict[str, Any]:
@@ -372,3 +356,35 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "skipped": ("skipped steps", str),
     "restarts": ("restarts", str),
 }
+
+
+# Curves with few points: of each part the lowest and the highest stay, so that no spike is lost.
+
+
+MOST_POINTS = 2000
+_DIGITS = 7
+
+
+def thin(x: Column, y: Column, most: int = MOST_POINTS) -> dict[str, list[float | None]]:
+    """The curve as {"x": …, "y": …}; where y is not finite, it has a gap."""
+    if len(x) > most:
+        kept = _extremes(y, most // 2)
+        x, y = x[kept], y[kept]
+    return {"x": [_short(value) for value in x], "y": [_short(value) for value in y]}
+
+
+def _extremes(y: Column, buckets: int) -> np.ndarray:
+    """The places of the lowest and the highest of each bucket, in order; the first and the last too."""
+    edges = np.linspace(0, len(y), buckets + 1).astype(int)
+    low, high = np.where(np.isfinite(y), y, np.inf), np.where(np.isfinite(y), y, -np.inf)
+    places = {0, len(y) - 1}
+    for begin, end in pairwise(edges.tolist()):
+        places.update((begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())))
+    return np.array(sorted(places))
+
+
+def _short(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.report.intervals import common, length, union
+from echelon.report.analysis import common, length, union
 from echelon.report.run_files import finite, whole
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.file_checks import open_regular

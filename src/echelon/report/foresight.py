@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.report.run_files import RunFiles, whole
+from echelon.train.events import MEASURED_STEP
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.measured import MEASURED_STEP
 
 T = TypeVar("T")
 MOST_PARAMETERS = 2 * 10**9  # of a model that is built for a dry run
@@ -27,9 +27,8 @@ def foresee(run: RunFiles) -> dict[str, Any]:
         return found
     found["bytes"] = _attempt(found, "bytes", lambda: _bytes(job, whole(run.measured.get("number"))))
     if job.task != "language":
-        found["notes"].append(
-            f"no prediction of seconds and memory: the planner knows no model of {job.task}"
-        )
+        note = f"no prediction of seconds and memory: the planner knows no model of {job.task}"
+        found["notes"].append(note)
         return found
     cluster = _attempt(found, "seconds and memory", lambda: _cluster(run, job))
     if cluster is None:

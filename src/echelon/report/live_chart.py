@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 
 from echelon.errors import UserError
-from echelon.report.run_files import RunFiles, read_run
+from echelon.report.run_files import RunFiles, file_mark, read_run
 from echelon.train.charts import Series, line_chart, side_by_side
 from echelon.train.events import METRICS
 
@@ -59,7 +59,7 @@ class LiveChart:
             pause = max(_SECONDS, (time.thread_time() - start) / _SHARE)
 
     def _draw(self) -> None:
-        mark = _mark(self._folder)
+        mark = file_mark(self._folder / METRICS)
         if mark == self._shown or self._failure is not None:
             return
         self._shown = mark
@@ -70,10 +70,8 @@ class LiveChart:
 
 
 def live_chart(folder: str | Path) -> LiveChart:
-    """Draw the run in `folder` below the cell, while what is inside of `with` runs.
-
-    The folder may be new: the chart begins with the first step. Outside of a notebook, use `echelon watch`.
-    """
+    """Draw the run in `folder` below the cell, while what is inside of `with` runs. The folder may be new:
+    the chart begins with the first step. Outside of a notebook, use `echelon watch`."""
     return LiveChart(Path(folder), _cell())
 
 
@@ -98,15 +96,6 @@ def picture(folder: Path) -> str:
 def _speed(run: RunFiles) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
         return run.steps["tokens"] / run.steps["seconds"]
-
-
-def _mark(folder: Path) -> str:
-    """The size and the time of the file of steps."""
-    try:
-        status = (folder / METRICS).stat()
-    except OSError:
-        return ""
-    return f"{status.st_size}.{status.st_mtime_ns}"
 
 
 def _cell() -> Show:

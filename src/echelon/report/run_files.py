@@ -14,9 +14,8 @@ from echelon.errors import UserError
 from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.file_checks import open_regular, read_regular
 from echelon.state.checkpoint.folder import RUN_FILE
-from echelon.train.events import METRICS
+from echelon.train.events import MEASURED, METRICS
 from echelon.train.loop import TRACE
-from echelon.train.measured import MEASURED
 from echelon.train.run import SAVED
 
 _LONGEST_LINE = 2**22
@@ -122,9 +121,8 @@ def _read_metrics(run: RunFiles) -> None:
         elif kind == "evaluation":
             evaluations[step] = row
         elif kind == "rollback":
-            run.rollbacks.append(
-                {"step": step, "from": whole(row.get("from_step")), "reason": row.get("reason")}
-            )
+            begin, reason = whole(row.get("from_step")), row.get("reason")
+            run.rollbacks.append({"step": step, "from": begin, "reason": reason})
     run.steps = _columns(steps, COLUMNS)
     run.evaluations = _columns(evaluations, ("loss", "accuracy"))
     if busiest:
@@ -181,3 +179,12 @@ def finite(value: Any) -> float | None:
 def whole(value: Any) -> int | None:
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
     return value if is_whole else None
+
+
+def file_mark(path: Path) -> str:
+    """The size and the time of a file, which tell whether it has changed; '-' if it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return "-"
+    return f"{status.st_size}.{status.st_mtime_ns}"

@@ -72,15 +72,14 @@ def _tracks(row: RankStep, start: float, words: _Words, kinds: _Words) -> Iterab
     """The instructions of a rank, and a track of each axis, flat: name, kind, start and length in µs, …"""
     work: list[int] = []
     for span in row.spans:
-        kind = span.instruction.op.name.lower().replace("_", " ")
-        work += _slice(words.place(span.name), kinds.place(kind), span.start - start, span.end - span.start)
+        place, kind = words.place(span.name), kinds.place(span.kind)
+        work += _slice(place, kind, span.start - start, span.end - span.start)
     yield {"rank": row.rank, "track": "", "slices": work}
     of_track: dict[tuple[str, int], list[int]] = {}
     for move in row.moves:
-        kind = f"communication: {move.axis}"
-        of_track.setdefault((move.axis, move.track), []).extend(
-            _slice(words.place(move.name), kinds.place(kind), move.start - start, move.end - move.start)
-        )
+        place, kind = words.place(move.name), kinds.place(f"communication: {move.axis}")
+        flat = of_track.setdefault((move.axis, move.track), [])
+        flat += _slice(place, kind, move.start - start, move.end - move.start)
     for (axis, _), slices in sorted(of_track.items()):
         yield {"rank": row.rank, "track": axis, "slices": slices}
 
@@ -103,37 +102,30 @@ def simulated_rows(trace: Trace, number: int, words: _Words, kinds: _Words) -> d
     pipeline = _first_pipeline(trace, number)
     if not pipeline:
         return None
+    ranks = [row.rank for row in pipeline]
+    complete = [[step[rank] for rank in ranks] for step in trace.steps.values() if set(ranks) <= set(step)]
     try:
         program = _program_of(pipeline)
         check(program)
         steps = [
-            [
-                Span(place, span.start, span.end, span.instruction)
-                for place, rank in enumerate(row.rank for row in pipeline)
-                for span in step[rank].spans
-            ]
-            for step in trace.steps.values()
-            if all(rank in step for rank in (row.rank for row in pipeline))
+            [Span(place, s.start, s.end, s.instruction) for place, row in enumerate(rows) for s in row.spans]
+            for rows in complete
         ]
         line = simulate(program, measured_costs(steps, program.stages))
     except (UserError, ValueError, IndexError, KeyError, AssertionError):
         return None  # a file of another version, or an order that the check does not know
-    rows = []
+    tracks = []
     for place, row in enumerate(pipeline):
         slices: list[int] = []
         spans = zip(row.spans, line.starts[place], line.ends[place], strict=True)
         for span, start, end in spans:
-            kind = span.instruction.op.name.lower().replace("_", " ")
+            place, kind = words.place(span.name), kinds.place(span.kind)
             if end > start:
-                slices += _slice(words.place(span.name), kinds.place(kind), float(start), float(end - start))
-        rows.append({"rank": row.rank, "track": "", "slices": slices})
-    measured = median(
-        max(step[row.rank].end for row in pipeline) - min(step[row.rank].start for row in pipeline)
-        for step in trace.steps.values()
-        if all(row.rank in step for row in pipeline)
-    )
+                slices += _slice(place, kind, float(start), float(end - start))
+        tracks.append({"rank": row.rank, "track": "", "slices": slices})
+    measured = median(max(row.end for row in rows) - min(row.start for row in rows) for rows in complete)
     return {
-        "rows": rows,
+        "rows": tracks,
         "seconds": float(line.makespan),
         "bubble": float(line.bubble_fraction),
         "measured_seconds": measured,

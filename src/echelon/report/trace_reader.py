@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from echelon.engine.traces.trace_file import COMMUNICATION
+from echelon.engine.trace import COMMUNICATION
 from echelon.program import Instruction, Op
 from echelon.report.run_files import finite, whole
 
@@ -18,6 +18,10 @@ class InstructionSpan(NamedTuple):
     instruction: Instruction
     start: float
     end: float
+
+    @property
+    def kind(self) -> str:
+        return self.instruction.op.name.lower().replace("_", " ")
 
 
 class MoveSpan(NamedTuple):

@@ -11,20 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from echelon.quantities import show_bytes
+from echelon.train import events
 from echelon.train.charts import sparkline
-from echelon.train.events import (
-    Audited,
-    Evaluated,
-    Event,
-    Limited,
-    Noted,
-    Restarting,
-    RolledBack,
-    Sampled,
-    Started,
-    Starting,
-    Stepped,
-)
 from echelon.train.jobs.job import Job
 
 _LINE_SECONDS = 5.0  # between plain lines
@@ -48,8 +36,8 @@ class Display:
         self._task = self._progress.add_task("step", total=job.steps)
         self._num_steps = job.steps
         self._losses: list[float] = []
-        self._evaluated: Evaluated | None = None
-        self._last: Stepped | None = None
+        self._evaluated: events.Evaluated | None = None
+        self._last: events.Stepped | None = None
         self._unit = "tokens"
         self._began = self._last_line = time.monotonic()
         self._first = 1  # of the steps since then
@@ -62,9 +50,9 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, event: Event) -> None:
+    def show(self, event: events.Event) -> None:
         match event:
-            case Starting(run):
+            case events.Starting(run):
                 # Not earlier: a refused job has nothing to show, and under torchrun only rank 0 has events.
                 plan, job = escape(self._job.plan), self._job
                 most = "" if job.minutes is None else f", as many as fit into {job.minutes:g} minutes"
@@ -72,7 +60,7 @@ class Display:
                 self._console.print(f"starting ranks … the run is kept in {run}", markup=False)
                 if self._is_live:
                     self._live.start()
-            case Started():
+            case events.Started():
                 self._console.print(
                     f"{event.parameters:,} parameters on {event.device}; "
                     f"{event.train_tokens:,} {event.unit} of {event.corpus}",
@@ -82,43 +70,43 @@ class Display:
                 self._begin_after(event.after_step)
                 if event.after_step:
                     self._console.print(f"going on after step {event.after_step}, {event.source}")
-            case Restarting():
+            case events.Restarting():
                 self._console.print(
                     f"[yellow]{escape(event.reason.splitlines()[0])}[/]; restarting "
                     f"({event.number} of {event.limit} restarts since the last checkpoint)"
                 )
-            case RolledBack(step, _, reason, first, end, number, limit):
+            case events.RolledBack(step, _, reason, first, end, number, limit):
                 batches = f"batch {first}" if first == end - 1 else f"batches {first} to {end - 1}"
                 self._console.print(
                     f"[yellow]{escape(reason)}[/]; going back to step {step}, without {batches} "
                     f"({number} of {limit} rollbacks)"
                 )
                 self._begin_after(step)
-            case Limited(steps, of, minutes, _):
+            case events.Limited(steps, of, minutes, _):
                 self._num_steps = steps
                 self._progress.update(self._task, total=steps)
                 self._console.print(f"{steps} of {of} steps fit into {minutes:g} minutes")
-            case Noted():
+            case events.Noted():
                 self._console.print(f"[yellow]{escape(event.text)}[/]")
-            case Audited(results):
+            case events.Audited(results):
                 skipped = [str(result) for result in results if result.outcome == "skipped"]
                 new = [each for each in skipped if each not in self._skipped]
                 self._skipped.update(new)
                 if new:
                     self._console.print(f"[dim]audit of {escape('; '.join(new))}[/]")
-            case Stepped():
+            case events.Stepped():
                 self._last = event
                 self._losses.append(event.loss)
                 self._progress.update(self._task, completed=event.step)
-            case Evaluated():
+            case events.Evaluated():
                 self._evaluated = event
-            case Sampled():
+            case events.Sampled():
                 return
         if self._is_live:
             self._live.update(self._panel())
-        elif isinstance(event, Stepped):
+        elif isinstance(event, events.Stepped):
             self._plain_line(event)
-        elif isinstance(event, Evaluated):
+        elif isinstance(event, events.Evaluated):
             self._console.print(f"step {event.step:>6}  validation loss {_validation(event)}")
 
     def _begin_after(self, step: int) -> None:
@@ -135,7 +123,7 @@ class Display:
                 table.add_row(f"[dim]{name}[/]", value)
         return Group(self._progress, table)
 
-    def _figures(self, step: Stepped) -> list[tuple[str, str]]:
+    def _figures(self, step: events.Stepped) -> list[tuple[str, str]]:
         hidden = f"{step.comm_hidden_seconds / step.comm_seconds:.0%}" if step.comm_seconds else "nothing"
         figures = [
             ("loss", f"[bold]{step.loss:.4f}[/]  {sparkline(self._losses, 48)}"),
@@ -156,7 +144,7 @@ class Display:
             figures.insert(1, ("validation loss", f"{_validation(self._evaluated)}  {at}"))
         return figures
 
-    def _plain_line(self, step: Stepped) -> None:
+    def _plain_line(self, step: events.Stepped) -> None:
         now = time.monotonic()
         is_due = step.step % self._every == 0 if self._every else now - self._last_line >= _LINE_SECONDS
         if not is_due and step.step not in (self._first, self._num_steps):
@@ -194,12 +182,12 @@ def print_summary(summary: dict[str, Any], sample: str, console: Console) -> Non
     console.print(f"a page about it: [bold]{escape(command)}[/]", soft_wrap=True)
 
 
-def _validation(event: Evaluated) -> str:
+def _validation(event: events.Evaluated) -> str:
     accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.1%}"
     return f"{event.loss:.4f}{accuracy}"
 
 
-def _experts(step: Stepped) -> str:
+def _experts(step: events.Stepped) -> str:
     busiest = max(step.experts, key=lambda gate: gate.largest_share)
     slots = sum(sum(gate.tokens) for gate in step.experts)
     dropped = sum(gate.dropped for gate in step.experts) / max(slots, 1.0)

@@ -19,11 +19,10 @@ from echelon.nn.huggingface import config_json, weight_layout
 from echelon.state.checkpoint.folder import RUN_FILE, find_checkpoint, find_run, one_before_is_named
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import MASTER, VALUE, Slice, StateNames
-from echelon.state.weight_files.dcp_folder import write_dcp
-from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder, write_weights
+from echelon.state.weight_files.foreign.dcp import write_dcp
 from echelon.state.weight_files.layout import tensor_errors, whole
 from echelon.state.weight_files.tensor_file import TensorEntry
-from echelon.state.weight_files.weight_folder import read_json
+from echelon.state.weight_files.weight_folder import SHARD_BYTES, read_json, write_folder, write_weights
 from echelon.train.jobs.job_file import read_values
 from echelon.train.runs.run_folder import link_errors
 from echelon.train.task import TOKENIZER_FOLDER, config_of
@@ -34,8 +33,6 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class Exported(NamedTuple):
-    """The files that were written, and where."""
-
     folder: Path
     checkpoint: Path
     step: int
@@ -123,7 +120,6 @@ class _Weights:
         return sorted(self._shapes)
 
     def errors(self, model: nn.Module) -> list[str]:
-        """Raise if these are not the tensors of a model."""
         state = model.state_dict(keep_vars=True)
         firsts = set(StateNames.of(model).state.values())
         found = {name: self._saved.parts(name)[VALUE] for name in self._shapes}

@@ -1,5 +1,5 @@
-"""Another system's checkpoint as safetensors, or as a checkpoint of echelon's (import_checkpoint.py): one
-process, one tensor in memory at a time.
+"""Another system's checkpoint as safetensors, or as a checkpoint of echelon's: one process, and one tensor in
+memory at a time.
 
 torch DCP     .metadata and *.distcp: FSDP2, torchtitan, Accelerate with FSDP
 DeepSpeed     universal checkpoints, and those of ZeRO 1 to 3
@@ -10,8 +10,9 @@ and then an unpickler reads it that makes tensors and plain values, and calls no
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +23,27 @@ from echelon.data.tokenizer import copy_tokenizer
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models import build
 from echelon.models.hf.config import config_from_hf
-from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_weights
+from echelon.state.checkpoint.manifest import Manifest
+from echelon.state.checkpoint.part_writer import lay_out
+from echelon.state.checkpoint.rank_save import SaveOptions, save_alone
+from echelon.state.ownership import VALUE, Slice
 from echelon.state.weight_files.foreign.dcp import METADATA, open_dcp
 from echelon.state.weight_files.foreign.deepspeed import find_deepspeed, open_deepspeed
 from echelon.state.weight_files.foreign.restricted_pickle import load_torch
-from echelon.state.weight_files.foreign.tensors import MODEL_PREFIXES, OTHERS, ForeignTensors
+from echelon.state.weight_files.foreign.tensors import (
+    MODEL_PREFIXES,
+    OTHERS,
+    PARAMETERS,
+    Described,
+    ForeignOptimizer,
+    ForeignTensors,
+    describe,
+)
+from echelon.state.weight_files.layout import whole
 from echelon.state.weight_files.tensor_file import report_os_errors
-from echelon.state.weight_files.weight_folder import CONFIG, read_json
+from echelon.state.weight_files.weight_folder import CONFIG, read_json, write_weights
 from echelon.train.export_run import DTYPES
-from echelon.train.import_checkpoint import write_checkpoint
+from echelon.version import VERSION
 
 TARGETS = ("weights", "checkpoint")
 
@@ -55,13 +68,11 @@ def import_weights(
     config: Path | None = None,
     prefix: str | None = None,
     dtype: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> Imported:
     """Write the weights of a checkpoint to `out`. With `config`, the Hugging Face folder of the same model,
     `out` becomes one too, and the names and shapes are checked. to="checkpoint" writes what engine.load
     takes, with the optimizer's state."""
-    errors = [*_target_errors(to, dtype), *_argument_errors(source, out, config, dtype, unsafe_pickle)]
-    raise_errors(f"import of {source}", errors)
+    raise_errors(f"import of {source}", _argument_errors(source, out, to, config, dtype, unsafe_pickle))
     foreign = _open(source)
     prefix, names = _choose(foreign, config, prefix)
     if to == "checkpoint":
@@ -73,7 +84,7 @@ def import_weights(
     tensors = (
         foreign.read(name).to(entry.dtype).contiguous() for name, entry in zip(names, entries, strict=True)
     )
-    write_weights(out, entries, tensors, shard_bytes)
+    write_weights(out, entries, tensors)
     if config is not None:
         with report_os_errors(out):
             copy_tokenizer(config, out)
@@ -82,20 +93,16 @@ def import_weights(
     return Imported(out, foreign.kind, prefix, len(entries), sum(each.nbytes for each in entries), skipped)
 
 
-def _target_errors(to: str, dtype: str | None) -> list[str]:
-    if to not in TARGETS:
-        return [f"--to {to}: is no form that is written{did_you_mean(to, TARGETS)}"]
-    if to == "checkpoint" and dtype is not None:
-        return [
-            "--dtype: a checkpoint has the values as they were; engine.load converts them as its plan says"
-        ]
-    return []
-
-
 def _argument_errors(
-    source: Path, out: Path, config: Path | None, dtype: str | None, unsafe_pickle: bool
+    source: Path, out: Path, to: str, config: Path | None, dtype: str | None, unsafe_pickle: bool
 ) -> list[str]:
     errors = []
+    if to not in TARGETS:
+        errors.append(f"--to {to}: is no form that is written{did_you_mean(to, TARGETS)}")
+    elif to == "checkpoint" and dtype is not None:
+        errors.append(
+            "--dtype: a checkpoint has the values as they were; engine.load converts them as its plan says"
+        )
     if not source.exists():
         errors.append(f"{source}: there is no such file or folder")
     elif not unsafe_pickle:
@@ -132,7 +139,7 @@ def _open_file(path: Path) -> ForeignTensors:
     tensors = dict(_flatten(loaded)) if isinstance(loaded, Mapping) else {}
     if not tensors:
         raise UserError(f"{path}: holds no state dict with tensors")
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    shapes = {name: describe(tensor) for name, tensor in tensors.items()}
     return ForeignTensors("torch.save", shapes, lambda name: tensors[name].detach())
 
 
@@ -159,7 +166,7 @@ def _choose(foreign: ForeignTensors, config: Path | None, prefix: str | None) ->
     for each in (prefix,) if prefix is not None else MODEL_PREFIXES:
         with suppress(UserError):  # no name begins so
             names = foreign.weights(each)[1]
-            found = {name.removeprefix(each): _described(*foreign.shapes[name]) for name in names}
+            found = {name.removeprefix(each): foreign.like(name) for name in names}
             problems[each] = model.weight_layout(found.keys()).errors(found)
             if not problems[each]:
                 return each, names
@@ -169,5 +176,89 @@ def _choose(foreign: ForeignTensors, config: Path | None, prefix: str | None) ->
     raise UserError(f"the weights are not those of {config} (their names after '{best}'):", problems[best])
 
 
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+class Written(NamedTuple):
+    tensors: int
+    num_bytes: int
+    names: frozenset[str]  # of the other system, that were read
+
+
+def write_checkpoint(out: Path, foreign: ForeignTensors, prefix: str, names: Sequence[str]) -> Written:
+    """Write the weights `names`, without `prefix`, and all that the optimizer keeps of them."""
+    optimizer = _optimizer(foreign, prefix, names)
+    stored = {name.removeprefix(prefix): name for name in names}
+    for alias in [*foreign.aliases, *_tied(foreign, stored, optimizer)]:
+        stored.pop(alias.removeprefix(prefix), None)
+    described: dict[Slice, torch.dtype] = {}
+    for name, origin in stored.items():
+        described |= _place(name, VALUE, foreign.shapes[origin])
+    for (name, part), each in optimizer.shapes.items():
+        described |= _place(name, part, each)
+
+    def read(box: Slice) -> Tensor:
+        is_weight = box.part == VALUE
+        tensor = foreign.read(stored[box.name]) if is_weight else optimizer.read(box.name, box.part)
+        return tensor.to(described[box]).contiguous()
+
+    layouts = lay_out(0, list(described.items()))
+    steps = optimizer.steps if foreign.steps is None else foreign.steps
+    about = Manifest(
+        step=steps,
+        plan="data=1",
+        ranks=1,
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={"echelon": VERSION, "torch": torch.__version__},
+        groups=optimizer.groups,
+        extra={"imported from": foreign.kind},
+    )
+    numbers = {"steps": steps, "begun steps": steps, "skipped steps": 0}
+    save_alone(out, about, numbers, [(layout, read) for layout in layouts], SaveOptions())
+    num_bytes = sum(box.numel * dtype.itemsize for box, dtype in described.items())
+    return Written(len(described), num_bytes, frozenset(stored.values()))
+
+
+def _place(name: str, part: str, described: Described) -> dict[Slice, torch.dtype]:
+    shape, dtype = described
+    return {Slice(name, part, shape, *whole(shape)): dtype}
+
+
+def _optimizer(foreign: ForeignTensors, prefix: str, names: Sequence[str]) -> ForeignOptimizer:
+    """The optimizer's state by the names of weights without their prefix, with which some systems list it."""
+    found = None if foreign.optimizer is None else foreign.optimizer()
+    if found is None or not found.shapes:
+        raise UserError(
+            f"{foreign.kind}: has no state of an optimizer by names of parameters; import the weights alone: "
+            "leave out --to checkpoint"
+        )
+    short = {name.removeprefix(prefix) for name in names}
+    owners = {name for name, _ in found.shapes}
+    origins = {name: name if owners <= short else f"{prefix}{name}" for name in short}
+    unknown = sorted(owners - set(origins.values()))
+    if unknown:
+        raise UserError(f"the optimizer has state of what is no weight here: {', '.join(unknown[:5])}")
+    renamed = {origin: name for name, origin in origins.items()}
+    groups = [
+        {**group, PARAMETERS: sorted(renamed[name] for name in group[PARAMETERS] if name in renamed)}
+        for group in found.groups
+    ]
+    return ForeignOptimizer(
+        {(renamed[name], part): each for (name, part), each in found.shapes.items()},
+        lambda name, part: found.read(origins[name], part),
+        groups,
+    )
+
+
+def _tied(foreign: ForeignTensors, stored: dict[str, str], optimizer: ForeignOptimizer) -> list[str]:
+    """Further names of tied weights: equal to a weight that the optimizer has, and not in the optimizer."""
+    trained = {name for name, _ in optimizer.shapes}
+    by_shape: dict[Described, list[str]] = {}
+    for name in trained:
+        by_shape.setdefault(foreign.shapes[stored[name]], []).append(name)
+    return [
+        name
+        for name, origin in stored.items()
+        if name not in trained
+        and any(
+            torch.equal(foreign.read(origin), foreign.read(stored[each]))
+            for each in by_shape.get(foreign.shapes[origin], ())
+        )
+    ]

@@ -19,27 +19,12 @@ from echelon.errors import UserError
 from echelon.launching import host_work
 from echelon.nn.initialization.initial_values import deferred
 from echelon.plan import AUTO, Plan
+from echelon.train import events
 from echelon.train.checkpoints import Checkpoints
-from echelon.train.events import (
-    METRICS,
-    Audited,
-    Evaluated,
-    Event,
-    GateLoad,
-    Limited,
-    Noted,
-    Sampled,
-    Saved,
-    Started,
-    Stepped,
-    last_step,
-)
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.machine_fit import refuse_small_device, state_bytes
-from echelon.train.measured import MEASURED_STEP, measure_ranks
 from echelon.train.runs.rollbacks import LossSpikeError, Rollbacks
-from echelon.train.runs.stopping import StopRequest
-from echelon.train.runs.time_limit import TimeLimit, limited_job, with_steps
+from echelon.train.runs.stopping import StopRequest, TimeLimit, limited_job, with_steps
 from echelon.train.task import TOKENIZER_FOLDER, Task, open_task
 from echelon.update.nonfinite import NonfiniteError
 from echelon.update.optim.optimizers import make_optimizer
@@ -49,7 +34,7 @@ LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the
 
 
 def train_rank(
-    job: Job, folder: Path, report: Callable[[Event], None], listens: Callable[[], None] = lambda: None
+    job: Job, folder: Path, report: Callable[[events.Event], None], listens: Callable[[], None] = lambda: None
 ) -> int | None:
     """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`.
 
@@ -91,19 +76,19 @@ def _make_engine(job: Job, rates: "_Rates") -> tuple[Task, Engine]:
     return task, engine
 
 
-def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
+def _train(job: Job, folder: Path, report: Callable[[events.Event], None], stop: StopRequest) -> int | None:
     torch.manual_seed(job.seed)
     job = limited_job(job, folder)
     rates = _Rates(job)
     task, engine = _make_engine(job, rates)
     first = engine.mesh.rank == 0
-    checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
+    checkpoints = Checkpoints(job, folder, engine, lambda text: report(events.Noted(text)) if first else None)
     checkpoints.check_room(state_bytes(job, task.config))
     step = checkpoints.load_last()
     if first:
         task.keep_reader(folder / TOKENIZER_FOLDER)
-        if step == 0 and last_step(folder / METRICS):
-            report(Noted("no checkpoint was whole yet: training begins again at step 1"))
+        if step == 0 and events.last_step(folder / events.METRICS):
+            report(events.Noted("no checkpoint was whole yet: training begins again at step 1"))
         report(_started(task, engine, checkpoints, step))
     training, limit = _Training(job, engine, task, checkpoints, report), TimeLimit(job)
     _trace(job, engine, folder, step)
@@ -133,7 +118,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:
         with host_work("the sample"):
-            report(Sampled(task.sample(folder / "model")))
+            report(events.Sampled(task.sample(folder / "model")))
     return None
 
 
@@ -150,7 +135,12 @@ class _Training:
     """The steps of a training on one rank, and what rank 0 tells of them."""
 
     def __init__(
-        self, job: Job, engine: Engine, task: Task, checkpoints: Checkpoints, report: Callable[[Event], None]
+        self,
+        job: Job,
+        engine: Engine,
+        task: Task,
+        checkpoints: Checkpoints,
+        report: Callable[[events.Event], None],
     ) -> None:
         self._job, self._engine, self._task, self._checkpoints = job, engine, task, checkpoints
         self._first, self._report = engine.mesh.rank == 0, report
@@ -168,11 +158,15 @@ class _Training:
         engine, task, job = self._engine, self._task, self._job
         metrics = engine.step(task.training.at(self._checkpoints.batch_of(step), self._part))
         self._num_made += 1
-        if self._num_made == MEASURED_STEP or (self._num_made < MEASURED_STEP and step == job.steps):
-            self._measure(step)
+        if self._num_made == events.MEASURED_STEP or (
+            self._num_made < events.MEASURED_STEP and step == job.steps
+        ):
+            measured = events.measure_ranks(engine, step, self._num_made)
+            if self._first:
+                self._report(measured)
         if self._first and engine.audit != self._audit:
             self._audit = engine.audit
-            self._report(Audited(tuple(self._audit)))
+            self._report(events.Audited(tuple(self._audit)))
         report = report_of(engine, step, metrics) if self._first else None
         self._unread.append(_Unread(step, metrics, report))
         # Reading a step that is not done would leave a GPU idle until the next one is begun.
@@ -183,28 +177,19 @@ class _Training:
         if task.num_validation_batches and _due(step, job):
             loss, accuracy = evaluate(engine, task)
             if self._first:
-                self._tell(Evaluated(step, loss, accuracy))
+                self._tell(events.Evaluated(step, loss, accuracy))
             refuse_divergence(job, step, validation_loss=loss)
         if self._checkpoints.is_due(step):
-            self.save(step)
-
-    def _measure(self, step: int) -> None:
-        measured = measure_ranks(self._engine, step, self._num_made)
-        if self._first:
-            self._report(measured)
-
-    def save(self, step: int) -> None:
-        self._checkpoints.save(step)
-        if self._first:
-            self._report(Saved(step))
+            self._checkpoints.save(step)
+            if self._first:
+                self._report(events.Saved(step))
 
     def limit(self, steps: int, rates: "_Rates") -> Job:
-        """Train so many steps in all: return the job that has them."""
         before, job = self._job, with_steps(self._job, steps)
         self._job = rates.job = job
         self._checkpoints.limit(job)
         if self._first and before.minutes is not None:
-            self._report(Limited(steps, before.steps, before.minutes, job.warmup))
+            self._report(events.Limited(steps, before.steps, before.minutes, job.warmup))
         return job
 
     def read_all(self) -> None:
@@ -223,7 +208,7 @@ class _Training:
                 raise LossSpikeError(trouble)
             refuse_divergence(self._job, step, loss=metrics.loss, gradient_norm=metrics.grad_norm)
 
-    def _tell(self, event: Stepped | Evaluated) -> None:
+    def _tell(self, event: events.Stepped | events.Evaluated) -> None:
         self._checkpoints.unwritten.add(event)
         self._report(event)
 
@@ -232,7 +217,7 @@ class _Training:
         count = self._num_skipped
         if count and self._first:
             which = "the last step was" if count == 1 else f"the last {count} steps were"
-            self._report(Noted(f"{which} skipped: the loss or the gradients were not finite"))
+            self._report(events.Noted(f"{which} skipped: the loss or the gradients were not finite"))
 
     def roll_back(self, error: LossSpikeError | NonfiniteError) -> int:
         """Go on from a checkpoint, without the batches that led here: returns its step, or raises."""
@@ -243,10 +228,10 @@ class _Training:
         return event.step
 
 
-def _started(task: Task, engine: Engine, checkpoints: Checkpoints, step: int) -> Started:
+def _started(task: Task, engine: Engine, checkpoints: Checkpoints, step: int) -> events.Started:
     device = engine.mesh.device
     is_cuda = device.type == "cuda"
-    return Started(
+    return events.Started(
         parameters=task.num_parameters,
         train_tokens=task.data_size,
         corpus=task.data_name,
@@ -302,14 +287,14 @@ class _Unread(NamedTuple):
 
     step: int
     metrics: Metrics
-    report: Callable[[], Stepped] | None
+    report: Callable[[], events.Stepped] | None
 
 
-def report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Stepped]:
+def report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], events.Stepped]:
     """Note what the engine says of the step that was queued last, which the next one overwrites."""
     learning_rate, memory_bytes = engine.learning_rate, engine.memory().peak_total
     moves, expert_load = engine.ledger.step_moves(), engine.expert_load()
-    return lambda: Stepped(
+    return lambda: events.Stepped(
         step=step,
         loss=metrics.loss,
         grad_norm=metrics.grad_norm,
@@ -323,7 +308,8 @@ def report_of(engine: Engine, step: int, metrics: Metrics) -> Callable[[], Stepp
         skipped=metrics.skipped,
         loss_scale=metrics.loss_scale,
         experts=tuple(
-            GateLoad(gate, load.tokens, sum(load.dropped), load.entropy) for gate, load in expert_load.items()
+            events.GateLoad(gate, load.tokens, sum(load.dropped), load.entropy)
+            for gate, load in expert_load.items()
         ),
     )
 

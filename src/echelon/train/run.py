@@ -21,38 +21,13 @@ from echelon import __version__
 from echelon.engine.audit import AuditResult
 from echelon.errors import UserError
 from echelon.launching import host_work
-from echelon.train import strict_json
+from echelon.train import events, strict_json
 from echelon.train.charts import Series, line_chart, side_by_side
-from echelon.train.events import (
-    METRICS,
-    Audited,
-    Evaluated,
-    Event,
-    GateLoad,
-    Limited,
-    Measured,
-    Noted,
-    Restarting,
-    RolledBack,
-    Sampled,
-    Saved,
-    Started,
-    Starting,
-    Stepped,
-    count_rollbacks,
-    entry_of,
-    last_step,
-    metrics_until,
-    metrics_with,
-    metrics_with_rollbacks,
-    read_metrics,
-)
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.measured import MEASURED
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, RunFolder, explain_os_errors
-from echelon.train.trackers.kinds import make_trackers
-from echelon.train.trackers.trackers import Trackers
+from echelon.train.tracker_kinds import make_trackers
+from echelon.train.trackers import Trackers
 
 SAVED = "saved.jsonl"
 
@@ -67,39 +42,40 @@ class Logbook:
         """`trackers`: by default TensorBoard, if it is installed."""
         self._folder = folder
         self._trackers = Trackers(make_trackers(None), folder, {}) if trackers is None else trackers
-        self._steps: list[Stepped]
-        self._evaluations: list[Evaluated]
-        self._started: Started | None = None
+        self._steps: list[events.Stepped]
+        self._evaluations: list[events.Evaluated]
+        self._started: events.Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
-        self._metrics = folder.path / METRICS
+        self._metrics = folder.path / events.METRICS
         self._read()
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         match event:
-            case Started():
+            case events.Started():
                 self._started = event
                 self._trackers.start(self._events)
                 self._cut(event.after_step)
-                self._fill(metrics_with(self._metrics, event.lines))
-                self._fill(metrics_with_rollbacks(self._metrics, event.rollbacks))
-                self._trackers.catch_up(self._events)
-            case Audited():
+                self._fill(events.metrics_with(self._metrics, event.lines))
+                self._fill(events.metrics_with_rollbacks(self._metrics, event.rollbacks))
+                for known in self._events:  # which a tracker may not have seen
+                    self._trackers.take(known)
+            case events.Audited():
                 self._audit = event.results
-            case Stepped():
+            case events.Stepped():
                 self._steps.append(event)
                 self._line(event)
-            case Evaluated():
+            case events.Evaluated():
                 self._evaluations.append(event)
                 self._line(event)
-            case Saved(step):
+            case events.Saved(step):
                 self._folder.append(SAVED, [{"step": step, "time": time.time()}])
-            case Measured():
-                self._folder.write(MEASURED, strict_json.dump(dataclasses.asdict(event)) + "\n")
-            case RolledBack():
+            case events.Measured():
+                self._folder.write(events.MEASURED, strict_json.dump(dataclasses.asdict(event)) + "\n")
+            case events.RolledBack():
                 self._cut(event.step)
                 self._num_rollbacks = event.number
                 self._line(event)
-            case Sampled():
+            case events.Sampled():
                 self._folder.write("sample.txt", event.text + "\n")
         self._trackers.take(event)
 
@@ -109,10 +85,11 @@ class Logbook:
         return self._started is not None
 
     @property
-    def _events(self) -> list[Stepped | Evaluated]:
+    def _events(self) -> list[events.Stepped | events.Evaluated]:
         """Steps and validations, each validation after its step."""
         return sorted(
-            [*self._steps, *self._evaluations], key=lambda event: (event.step, isinstance(event, Evaluated))
+            [*self._steps, *self._evaluations],
+            key=lambda event: (event.step, isinstance(event, events.Evaluated)),
         )
 
     @property
@@ -127,7 +104,7 @@ class Logbook:
         """Draw the loss of the steps that there are, and let trackers write what they have."""
         self._trackers.end(state)
         if self._steps:
-            marks: dict[str, Sequence[Stepped | Evaluated]] = {
+            marks: dict[str, Sequence[events.Stepped | events.Evaluated]] = {
                 "training": self._steps,
                 "validation": self._evaluations,
             }
@@ -138,7 +115,6 @@ class Logbook:
                 self._folder.write("experts.svg", expert_picture(self._steps))
 
     def summary(self) -> dict[str, Any]:
-        """The results of a finished run, as plain values."""
         steps = self._steps
         usual = statistics.median(step.seconds for step in steps)
         return {
@@ -166,22 +142,22 @@ class Logbook:
         self._steps = [event for event in self._steps if event.step <= step]
         self._evaluations = [event for event in self._evaluations if event.step <= step]
         if self._metrics.exists():
-            self._folder.write(METRICS, metrics_until(self._metrics, step))
+            self._folder.write(events.METRICS, events.metrics_until(self._metrics, step))
 
     def _fill(self, text: str | None) -> None:
         """Write the file with lines that a process was killed before it wrote, if there are any."""
         if text is not None:
-            self._folder.write(METRICS, text)
+            self._folder.write(events.METRICS, text)
             self._read()
 
     def _read(self) -> None:
-        events = read_metrics(self._metrics)
-        self._steps = [event for event in events if isinstance(event, Stepped)]
-        self._evaluations = [event for event in events if isinstance(event, Evaluated)]
-        self._num_rollbacks = count_rollbacks(self._metrics)
+        read = events.read_metrics(self._metrics)
+        self._steps = [event for event in read if isinstance(event, events.Stepped)]
+        self._evaluations = [event for event in read if isinstance(event, events.Evaluated)]
+        self._num_rollbacks = events.count_rollbacks(self._metrics)
 
-    def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
-        self._folder.append(METRICS, [entry_of(event)])
+    def _line(self, event: events.Stepped | events.Evaluated | events.RolledBack) -> None:
+        self._folder.append(events.METRICS, [events.entry_of(event)])
 
     @property
     def _unit(self) -> str:
@@ -198,7 +174,7 @@ _WIDTH, _HEIGHT = 480, 280
 T = TypeVar("T")
 
 
-def expert_picture(steps: Sequence[Stepped]) -> str:
+def expert_picture(steps: Sequence[events.Stepped]) -> str:
     """One panel for each gate, and one for the entropy of all."""
     steps = [step for step in _spread(steps, _MOST_POINTS) if step.experts]
     gates = _spread(range(len(steps[0].experts)), _MOST_PANELS)
@@ -214,7 +190,7 @@ def expert_picture(steps: Sequence[Stepped]) -> str:
     return side_by_side(panels, 2)
 
 
-def _shares(loads: Sequence[GateLoad]) -> dict[str, list[float]]:
+def _shares(loads: Sequence[events.GateLoad]) -> dict[str, list[float]]:
     """Lines by name: the part of the slots that each expert had in each step."""
     shares = [[tokens / (sum(load.tokens) or 1.0) for tokens in load.tokens] for load in loads]
     if len(shares[0]) <= _MOST_LINES:
@@ -232,7 +208,7 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
-Show = Callable[[Event], None]
+Show = Callable[[events.Event], None]
 
 
 @dataclass(frozen=True)
@@ -244,17 +220,17 @@ class Run:
     show: Show
     is_new: bool
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         self.logbook.take(event)
         match event:
-            case Restarting(reason, number):
+            case events.Restarting(reason, number):
                 self.folder.note("restart", reason=reason, number=number, after_step=self.logbook.last_step)
-            case RolledBack(step, from_step, reason):
+            case events.RolledBack(step, from_step, reason):
                 self.folder.note("rollback", step=step, from_step=from_step, reason=reason)
-            case Limited(steps, of, minutes, warmup):
+            case events.Limited(steps, of, minutes, warmup):
                 self.folder.limit_steps(steps, warmup)
                 self.folder.note("note", text=f"{minutes:g} minutes: {steps} of {of} steps")
-            case Noted(text):
+            case events.Noted(text):
                 self.folder.note("note", text=text)
         self.show(event)
         self._tell_failures()
@@ -263,7 +239,7 @@ class Run:
         """A tracker that fails ends no run."""
         for text in self.logbook.failures():
             self.folder.note("note", text=text)
-            self.show(Noted(text))
+            self.show(events.Noted(text))
 
     def finish(self) -> dict[str, Any]:
         with host_work("the picture of the loss"):  # rank 0 of torchrun, for which others may wait
@@ -306,7 +282,7 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
     with locked(folder.path):
         if path is not None:
             folder.mark("running", about)
-            folder.note("resume", after_step=last_step(path / METRICS))
+            folder.note("resume", after_step=events.last_step(path / events.METRICS))
         try:
             trackers = Trackers(make_trackers(job.track), folder, as_plain(job))
             run = Run(folder, Logbook(folder, trackers), show, is_new=path is None)
@@ -315,7 +291,7 @@ def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[st
                 folder.discard()
             raise
         try:
-            run.take(Starting(str(folder.path)))
+            run.take(events.Starting(str(folder.path)))
             yield run
         except BaseException as error:
             run.break_off(error)

@@ -46,7 +46,6 @@ from echelon.train.runs.run_folder import explain_os_errors
 
 
 def open_text(job: Job, vocab: int) -> Corpus:
-    """Open the corpus of a job with its tokenizer."""
     data, source = job.data, job.tokenizer
     tokenizer = None if source is None else load_tokenizer(source)
     return open_corpus(
@@ -108,7 +107,6 @@ class LanguageTask:
         return sample(load_hf(folder), self._corpus)
 
     def keep_reader(self, folder: Path) -> None:
-        """Put the tokenizer beside the weights in `folder`."""
         if self._corpus.tokenizer is not None:
             with explain_os_errors(folder):
                 self._corpus.tokenizer.save(folder)

@@ -13,14 +13,12 @@ from echelon import __version__
 from echelon.engine import Engine, Metrics
 from echelon.errors import UserError, raise_errors
 from echelon.parallel.observer import StepObserver
-from echelon.train.events import Evaluated, Measured, Saved, Started, Stepped
+from echelon.train.events import MEASURED_STEP, Evaluated, Measured, Saved, Started, Stepped, measure_ranks
 from echelon.train.loop import report_of
-from echelon.train.measured import MEASURED_STEP, measure_ranks
 from echelon.train.run import Logbook
 from echelon.train.runs.run_folder import FINISHED, RunFolder
-from echelon.train.trackers.kinds import make_trackers, tracker_errors
-from echelon.train.trackers.tracker import Tracker
-from echelon.train.trackers.trackers import Trackers
+from echelon.train.tracker_kinds import make_trackers, tracker_errors
+from echelon.train.trackers import Tracker, Trackers
 
 OUT, NAME = "runs", "loop"
 

@@ -1,5 +1,6 @@
-"""A whole training run: the folder, the ranks, the events that are shown and kept, and the end."""
+"""A whole training run: its plan, the folder, the ranks, the events that are shown and kept, and the end."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -11,20 +12,28 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
-from echelon.launching import TRAINING_MODULES, join, preload
+from echelon.errors import UserError, raise_errors
+from echelon.launching import TRAINING_MODULES, Ranks, join, preload
 from echelon.launching.torchrun import is_under_torchrun
-from echelon.train.checkpoints import checkpoint_folder
+from echelon.models import ModelConfig
+from echelon.plan import Plan
+from echelon.planner.cluster.here import cluster_of_reports, devices_here, report_of_rank
+from echelon.planner.searching.choice import choose
+from echelon.planner.searching.request import Request, is_request
+from echelon.planner.shape.presets import shape_of
+from echelon.state.checkpoint.copies.folder import began
+from echelon.train.checkpoints import checkpoint_folder, loss_warning, memory_of_rank
 from echelon.train.events import Noted
 from echelon.train.jobs.job import Job, as_plain
-from echelon.train.jobs.job_rules import check
+from echelon.train.jobs.job_rules import check, division_errors, job_errors
 from echelon.train.loop import train_rank
 from echelon.train.run import Run, Show, open_run
-from echelon.train.runs.memory_copies import loss_warning, memory_of_rank
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from echelon.train.runs.resume import runs_of
 from echelon.train.runs.run_folder import FINISHED, read_about
 from echelon.train.runs.stopping import Sigterm
 from echelon.train.runs.supervisor import change, fit_job, supervise
+from echelon.train.task import config_of
 
 
 def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = False) -> dict[str, Any]:
@@ -83,8 +92,6 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
 
 
 class LaunchedRun(NamedTuple):
-    """The folder of a run, and its summary if it has finished."""
-
     path: Path
     summary: dict[str, Any] | None
 
@@ -109,9 +116,40 @@ def run_of_launch(job: Job, launch: Sequence[str]) -> LaunchedRun | None:
 
 def _agent() -> str:
     """The process that started this one: no other process, of this host or another, has the same text."""
-    pid = os.getppid()
-    try:
-        began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:  # not Linux
-        began = ""
-    return f"{socket.gethostname()} {pid} {began}"
+    return f"{socket.gethostname()} {os.getppid()} {began(os.getppid())}"
+
+
+def with_chosen_plan(job: Job) -> tuple[Job, str]:
+    """The job with a plan for the devices that are here, and why that one; a job that says its plan stays."""
+    if not is_request(job.plan):
+        return job, ""
+    request = Request.parse(job.plan)
+    any_plan = f"data={os.environ['WORLD_SIZE']}" if is_under_torchrun() else "data=1"
+    raise_errors("the job", job_errors(dataclasses.replace(job, plan=any_plan)))
+    config = config_of(job)
+    if not isinstance(config, ModelConfig):
+        raise UserError(
+            f"plan '{job.plan}': the planner predicts language models; for images say a plan, like data=2"
+        )
+    shape = dataclasses.replace(
+        shape_of(config, str(job.model.preset or "model")), sequence=job.sequence_length
+    )
+
+    def refusal(text: str) -> str | None:
+        try:
+            return "; ".join(division_errors(config, Plan.parse(text), job.layers)) or None
+        except UserError as error:
+            return "; ".join(error.errors) or error.title
+
+    def decide(reports: list[dict[str, object]]) -> list[str]:
+        found = choose(shape, cluster_of_reports(reports), job.batch, request, refusal)
+        return [found.plan, found.why]
+
+    if is_under_torchrun():
+        join()
+        report = report_of_rank()
+        plan, why = agree_on_every_rank(lambda: report, decide)
+    else:
+        with Ranks(request.ranks or devices_here()) as ranks:
+            plan, why = decide(ranks.run(report_of_rank))
+    return dataclasses.replace(job, plan=plan), str(why)

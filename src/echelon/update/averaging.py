@@ -171,11 +171,9 @@ def move(averages: Sequence[Tensor], weights: Sequence[Tensor], rate: float, ski
 
 
 def move_on_device(averages: list[Tensor], weights: list[Tensor], rate: float, skip: Tensor) -> None:
-    """Move averages with one kernel for each type, which reads the flag on the device.
-
-    No `_foreach_lerp_` takes a flag. The fused SGD does, by the protocol of GradScaler, and with these
-    numbers it is the same: average −= rate · (1 · average − weight).
-    """
+    """Move averages with one kernel for each type, which reads the flag on the device. No `_foreach_lerp_`
+    takes a flag. The fused SGD does, by the protocol of GradScaler, and with these numbers it is the same:
+    average −= rate · (1 · average − weight)."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for average, weight in zip(map(_as_real, averages), map(_as_real, weights), strict=True):
         of_type = by_type.setdefault(average.dtype, ([], []))

@@ -36,12 +36,14 @@ class UnitUpdates:
     @contextmanager
     def rehearse(self, see: Callable[[Sequence[LocalParameter]], None]) -> Iterator[None]:
         """Inside, steps update nothing. `see`: looks at the gradients of each unit."""
+        changed = self._stepper.changed()
         self.rehearsal = Rehearsal(self._stepper, see)
         try:
             yield
         finally:
             self.rehearsal.restore()
             self.rehearsal = None
+            self._stepper.end_rehearsal(changed)
 
     def start_step(self, number: int) -> None:
         """Update `number` begins, counted from 0."""

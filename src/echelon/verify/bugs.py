@@ -2,7 +2,7 @@
 
 Each takes a finished engine and returns whether it has broken anything on this rank: it replaces methods, and
 alters or loses messages of groups. What each of them is, and where it was reported, is a table in
-docs/verify.md; `inject_bug` has their names. Those of sums between ranks are in `sum_bugs`.
+docs/verify.md; `inject_bug` has their names, and the bugs of sums between ranks.
 """
 
 import math

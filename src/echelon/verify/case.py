@@ -67,8 +67,6 @@ class Case:
 
 
 def cast_floats(structure: Any, dtype: torch.dtype) -> Any:
-    """The same structure, with its real tensors in `dtype`."""
-
     def convert(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 

@@ -241,14 +241,12 @@ def result_of(engine: Engine, case: Case, metrics: Sequence[Metrics]) -> Trainin
 
 
 def _masters(engine: Engine) -> dict[str, Tensor]:
-    """The float32 masters of all ranks, put together."""
     owned = [each for each in engine.owned() if each.slice.part == MASTER]
     full = assemble(owned, engine.mesh.group("all"), engine.mesh.device)
     return {name: master for (name, _), master in full.items()}
 
 
 def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -> list[TrainingResult]:
-    """Return the result of each rank's training: on `ranks`, or on new ones."""
     if ranks is not None:
         return ranks.run(train_rank, case, plan, bug)
     preload(*TRAINING_MODULES)

@@ -180,7 +180,7 @@ def compare_low_precision(
     plan_norms |= dict.fromkeys(sorted((firsts.keys() ^ seconds.keys()) | unlike), _FAR)
     kinds: dict[str, list[str]] = {}
     for name in plan_norms:
-        kinds.setdefault(_kind(name, start), []).append(name)
+        kinds.setdefault(WEIGHTS if name in start else name.rpartition(" ")[2], []).append(name)
     groups, tensors = {}, {}
     for kind, names in kinds.items():
         rounding = max(_combine(norms.get(name, _NEAR) for name in names).distance for norms in samples)
@@ -217,10 +217,6 @@ def _bounded_drift(groups: Mapping[str, Distance], steps: int, precision: str) -
             "learning rate"
         )
     return furthest.rounding
-
-
-def _kind(name: str, start: Mapping[str, Tensor]) -> str:
-    return WEIGHTS if name in start else name.rpartition(" ")[2]
 
 
 def _origin(name: str, start: Mapping[str, Tensor]) -> Tensor:
@@ -277,7 +273,6 @@ def _scalar_distance(first: float, second: float) -> float:
 
 
 def _combine(norms: Iterable[_Norms]) -> _Norms:
-    """The norms of all these tensors as one."""
     return _Norms(*(math.hypot(*column) for column in zip(*norms, strict=True)))
 
 

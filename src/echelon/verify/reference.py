@@ -162,12 +162,10 @@ class ReferenceModel:
 
     @torch.no_grad()
     def load(self, weights: Sequence[Tensor]) -> None:
-        """Set the weights, rounded to their own type."""
         for parameter, value in zip(self.parameters, weights, strict=True):
             parameter.copy_(value)
 
     def result(self, losses: list[float], grad_norms: list[float], batch: Any) -> TrainingResult:
-        """Return the result of the training, with an evaluation of `batch`."""
         weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.eval()
         with torch.no_grad(), self._scope(EVALUATION, batch):

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from echelon.nn.batch import num_samples, part_bounds, take_part
 from echelon.nn.losses import total_and_count
@@ -113,8 +113,9 @@ def train_by_formula(
     """
     reference = ReferenceModel(case, dtype, keeps_masters=plan.masters)
     scale = ReferenceScale(case, dtype)
-    stages = _stages(reference.model, boundaries)
-    parameter_stages = [stages[p] for p in reference.parameters]
+    stages = split_model(reference.model, boundaries).stages if boundaries else [reference.model]
+    stage_of = {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
+    parameter_stages = [stage_of[p] for p in reference.parameters]
     versions = [reference.copy()]
     version_of = _version_rule(plan)
     batches = case.batches(dtype)
@@ -157,11 +158,6 @@ def _made_in(plan: Plan, step: int) -> set[tuple[int, int]]:
         begin, end = (max(0, taken * plan.microbatches - behind) // every for taken in (step, step + 1))
         made |= {(update, stage) for update in range(begin, end)}
     return made
-
-
-def _stages(model: nn.Module, boundaries: list[int]) -> dict[nn.Parameter, int]:
-    stages = split_model(model, boundaries).stages if boundaries else [model]
-    return {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
 
 
 def _version_rule(plan: Plan) -> Callable[[int, int], int]:

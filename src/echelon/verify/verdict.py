@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import fingerprint
 from echelon.plan import Plan
 from echelon.state.ownership import MASTER
 from echelon.verify.reference import TrainingResult
@@ -148,14 +148,12 @@ def kind_scales(reference: TrainingResult, against: str) -> dict[str, float]:
 
 
 def tensor_gaps(result: TrainingResult, reference: TrainingResult) -> dict[str, float]:
-    """The largest absolute difference of every weight and every optimizer state, by name."""
     actual, expected = named_tensors(result), named_tensors(reference)
     names = sorted(actual.keys() | expected.keys())
     return {name: _gap(actual.get(name), expected.get(name)) for name in names}
 
 
 def number_gaps(result: TrainingResult, reference: TrainingResult, against: str) -> dict[str, float]:
-    """The largest absolute difference of each kind of number."""
     actual, expected = number_lists(result, against), number_lists(reference, against)
     return {
         name: _gap(*(torch.tensor(numbers[name], dtype=torch.float64) for numbers in (actual, expected)))

@@ -19,10 +19,10 @@ from echelon.collectives.shared.slots import (
     RingReader,
     RingWriter,
     collective_ring,
+    copy_bytes,
     lane,
     region_bytes,
 )
-from echelon.collectives.shared.tensor_memory import copy_bytes
 
 
 class SimulatedPeer:

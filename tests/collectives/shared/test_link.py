@@ -458,6 +458,7 @@ def fill_queue() -> None:
     peers_module.Host.__init__ = prepare_and_fill  # type: ignore[method-assign]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("change", "kind"),
     [

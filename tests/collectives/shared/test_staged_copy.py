@@ -11,8 +11,7 @@ from echelon.collectives.shared import group as shared_group
 from echelon.collectives.shared import staged_copy
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import Steps
-from echelon.collectives.shared.slots import COLLECTIVE, LANE
-from echelon.collectives.shared.tensor_memory import TensorMemory
+from echelon.collectives.shared.slots import COLLECTIVE, LANE, TensorMemory
 from tests.collectives.shared.simulated_links import SimulatedLink, advance_others, run, simulate
 
 SIZE = 3

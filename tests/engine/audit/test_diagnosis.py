@@ -88,6 +88,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("plan", "make", "loss", "words"), WRONG)
 def test_the_error_is_that_of_a_model_that_fits(
     warm_ranks: Warm, plan: str, make: Callable[[], nn.Module], loss: Any, words: str

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, RecordingGroup
-from echelon.engine.audit.drift import DriftCheck
+from echelon.engine.audit.drift import Copies, DriftCheck
 from echelon.errors import UserError
-from echelon.parallel.copies import Copies
 from tests.thread_ranks import ThreadGroup, run_threads
 
 CPU = torch.device("cpu")

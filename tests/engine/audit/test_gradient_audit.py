@@ -160,6 +160,7 @@ def test_backward_passes_that_mix_samples(precision: str) -> None:
     assert "The backward pass mixes samples" in error
 
 
+@pytest.mark.slow
 def test_sums_that_one_device_rounds_as_coarsely_are_no_difference() -> None:
     """torch's norm adds the gradients of its bias up in bf16 on a CPU. Here these nearly cancel out: one
     batch is 30 % from what float64 gives, two microbatches are 15 %, and 25 % lie between them."""
@@ -640,6 +641,7 @@ def test_ignored_targets_of_one_rank_are_refused_by_all(warm_ranks: Warm) -> Non
     assert first[1] == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3", "pipeline=2 microbatches=2"])
 def test_every_rank_is_told(warm_ranks: Warm, plan: str) -> None:
     ranks = warm_ranks(2)

@@ -14,7 +14,8 @@ import echelon
 from echelon.engine import Engine
 from echelon.engine.audit import one_device
 from echelon.engine.audit.gradient_comparison import share_gradients
-from echelon.engine.audit.weight_stream import WeightStream, layer_sizes
+from echelon.engine.audit.one_device import WeightStream
+from echelon.engine.audit.plain_form import layer_sizes
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
 from tests.cases import mean_loss, sgd
@@ -109,6 +110,7 @@ def train(plan: str, audit: str, make: Callable[[], nn.Module] = dropping) -> Tr
 PLANS = ["data=2 zero=3", "pipeline=2 microbatches=2", "data=2 zero=1", "data=2 offload=parameters"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", [*PLANS, pytest.param("data=4 zero=3 microbatches=2", marks=pytest.mark.slow)]
 )
@@ -173,6 +175,7 @@ def take_another_way(most: int, place: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("most", "place"), [(16, 15), (8, 1)])
 def test_a_batch_that_took_another_way_is_compared_as_far_as_one_device_takes_it(
     warm_ranks: Warm, most: int, place: int

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.engine.audit.weight_stream import WeightStream, layer_sizes
+from echelon.engine.audit.one_device import WeightStream
+from echelon.engine.audit.plain_form import layer_sizes
 
 CPU = torch.device("cpu")
 

@@ -71,6 +71,7 @@ def results_of(model: str, plan: str) -> list[str]:
     return [str(result) for result in engine.audit if result.name == "gradients"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

@@ -94,6 +94,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("name", "plan"), PLANS)
 def test_bytes_are_those_of_real_ranks(name: str, plan: str, warm_ranks: Callable[[int], Ranks]) -> None:
     ranks = Plan.parse(plan).ranks
@@ -110,6 +111,7 @@ def test_bytes_are_those_of_real_ranks(name: str, plan: str, warm_ranks: Callabl
         assert found.memory.peak_total == pytest.approx(memory.peak_total, rel=near)
 
 
+@pytest.mark.slow
 def test_a_plan_of_1024_ranks_takes_little_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tokens = torch.zeros(2, 4096, dtype=torch.int64)

@@ -145,11 +145,13 @@ OVER_RANKS = ["data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3", "tens
 BOTH = [f"{ranks} {memory}" for ranks in (OVER_RANKS[0], *OVER_RANKS[2:]) for memory in MEMORY]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_on_one_rank(name: str) -> None:
     check(name, ["data=1", *MEMORY, "zero=3 offload=optimizer,parameters,activations recompute=full"])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_over_ranks(warm_ranks: Warm, name: str) -> None:
     warm_ranks(2).run(check, name, [*OVER_RANKS, "data=2 zero=3 recompute=full offload=activations"])

@@ -85,6 +85,7 @@ def test_two_networks_on_one_rank(plan: str) -> None:
     check_gan(plan)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "plan", ["data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3", "data=2 zero=3 recompute=full"]
 )

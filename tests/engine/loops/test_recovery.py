@@ -132,6 +132,7 @@ OVER_RANKS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loop", [by_batches, by_calls])
 def test_a_pass_that_raises_leaves_nothing_behind(loop: Callable[..., None]) -> None:
     for plan in PLANS:
@@ -143,6 +144,7 @@ def check_all(loop: Callable[..., None]) -> None:
         check_goes_on(plan, loop)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loop", [by_batches, by_calls])
 def test_nor_on_other_ranks(warm_ranks: Warm, loop: Callable[..., None]) -> None:
     warm_ranks(2).run(check_all, loop)

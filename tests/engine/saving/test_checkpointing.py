@@ -98,6 +98,7 @@ def copy_behind_a_step(folder: Path, plan: str) -> tuple[bool, bool]:
     return late[0] > 0, all(same)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("plan", "is_late"),
     [

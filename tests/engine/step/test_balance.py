@@ -40,6 +40,7 @@ def prove(plan: str, **changes: Any) -> None:
     assert_equal(case(**changes), plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -213,6 +213,7 @@ def train_plain(kind: str) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", ["data=2", "pipeline=2 microbatches=2", pytest.param("data=2 zero=3", marks=pytest.mark.slow)]
 )

@@ -53,6 +53,7 @@ def evaluate(plan: str) -> list[Any]:
 PLANS = ["data=2 microbatches=5", "data=2", "pipeline=2 microbatches=3", "data=2 zero=3 microbatches=2"]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_means_are_those_of_one_device(plan: str, warm_ranks: Callable[[int], Ranks]) -> None:
     inputs, targets = batch()

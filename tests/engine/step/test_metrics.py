@@ -105,6 +105,7 @@ def metrics_of(plan: str) -> list[tuple[float, float, int]]:
     return [(m.loss, m.grad_norm, m.tokens) for m in metrics] + [(evaluation.loss, 0.0, evaluation.tokens)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan",
     ["pipeline=2 data=2 microbatches=2", "pipeline=3-1 microbatches=3", "pipeline=4 schedule=pipedream"],

@@ -75,6 +75,7 @@ MEAN = Case(clamped, even, mean, sgd, steps=6, clip=0.05)
 PAIR = replace(MEAN, make_batch=uneven, loss=pair)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.slow_cases(
     "case11-data=1",
     "case5-pipeline=1-2 microbatches=2",

@@ -126,6 +126,7 @@ def test_an_error_of_one_rank_ends_the_others_at_once(start: Callable[..., list[
     assert wait_until(lambda: ranks[0].has_ended, LONG)
 
 
+@pytest.mark.slow
 def test_the_root_cause_is_named_and_not_its_consequence(start: Callable[..., list[Rank]]) -> None:
     ranks = start(WAITS, WORKS, WORKS, deadline=LONG)
     lose, fail = (rank.watchdog.fail for rank in ranks[1:])

@@ -6,8 +6,7 @@ import torch
 
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import PretendedBoundary
-from echelon.memory.activation_offload.offload import ActivationOffload
-from echelon.memory.activation_offload.offloaded_pass import LayerGroup, OffloadedPass
+from echelon.memory.activation_offload.offload import ActivationOffload, LayerGroup, OffloadedPass
 from echelon.memory.activation_offload.offloaded_storage import HostPool, SharedPiece
 from echelon.parallel.observer import BackwardPass, ForwardPass
 

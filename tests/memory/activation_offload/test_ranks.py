@@ -48,6 +48,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=2 zero=3")
 @pytest.mark.parametrize("plan", [*FAST, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW)])
 def test_plans_are_equal_to_one_device(plan: str) -> None:

@@ -95,6 +95,7 @@ def layouts(device: str) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""

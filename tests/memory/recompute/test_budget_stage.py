@@ -228,6 +228,7 @@ plans = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick_cases(1)
 @plans
 def test_no_rank_exceeds_the_budget(warm_ranks: Warm, plan: str) -> None:
     ranks = warm_ranks(PLANS[plan])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.memory.recompute.second_run import _Autocast, _Modes
+from echelon.memory.recompute.second_run import _autocast_as, _autocast_states, _Modes
 
 
 def test_modes_of_the_first_run_and_back() -> None:
@@ -35,14 +35,13 @@ def test_iterations_of_spectral_norms() -> None:
 
 def test_autocast_of_the_first_run_and_back() -> None:
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
-        first = _Autocast.current()
-    assert first.states[0] == ("cpu", True, torch.float16)
-    assert not first.has_cache
-    plain = _Autocast.current()
-    with first.restored():
-        assert _Autocast.current() == first
-    assert _Autocast.current() == plain
-    with plain.restored():
-        assert _Autocast.current() == plain
-    with torch.autocast("cpu", torch.bfloat16), plain.restored():
+        first = _autocast_states()
+    assert first[0] == ("cpu", True, torch.float16, False)
+    plain = _autocast_states()
+    with _autocast_as(first):
+        assert _autocast_states() == first
+    assert _autocast_states() == plain
+    with _autocast_as(plain):
+        assert _autocast_states() == plain
+    with torch.autocast("cpu", torch.bfloat16), _autocast_as(plain):
         assert not torch.is_autocast_enabled("cpu")

@@ -16,19 +16,19 @@ from tests.unlisted_models import CNN, VAE, Diffusion, Lightning, NanoGPT, case,
 MODELS = (NanoGPT, Lightning, LSTM, VAE, CNN, Encoder, Diffusion)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_any_model_recomputes_its_units(model: Any) -> None:
     assert_equal(case(model), "recompute=full")
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_units_run_again_under_zero_3(model: Any) -> None:
     assert_equal(case(model), "data=2 zero=3 recompute=full")
 
 
-@pytest.mark.quick_cases(10)
-@pytest.mark.slow_cases
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "plan", ["data=2 recompute=sqrt", "data=2 recompute=full offload=activations", "offload=parameters"]
@@ -37,6 +37,7 @@ def test_units_compose(model: Any, plan: str) -> None:
     assert_equal(case(model), plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", ["data=2 recompute=full", "data=2 zero=3 recompute=sqrt", "recompute=budget:160000"]
 )

@@ -18,6 +18,7 @@ PLANS = (
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
 
+@pytest.mark.slow
 def test_a_network_with_branches_is_equal_to_one_device_under_zero() -> None:
     assert_equal(image_case("inception-v1", steps=2), "data=2 zero=3")
 

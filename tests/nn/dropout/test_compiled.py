@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.nn.dropout import compiled
+from echelon.nn.dropout import modules as compiled
 from echelon.nn.dropout.modules import (
     KeyedDropout,
     draw_ahead,
@@ -61,7 +61,7 @@ def run_steps(call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     return results
 
 
-@pytest.mark.slow_cases("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiled_code_draws_what_other_code_draws(inplace: bool) -> None:
     """In one graph: `fullgraph` allows no break."""

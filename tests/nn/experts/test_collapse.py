@@ -66,6 +66,7 @@ CASES: dict[str, tuple[float, float, Callable[[float], Gate]]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("importance and load")
 @pytest.mark.parametrize("name", CASES)
 def test_one_expert_takes_almost_all_unless_balanced(name: str) -> None:

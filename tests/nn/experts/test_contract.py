@@ -26,6 +26,7 @@ COMPOSED = [
 ALONG_SEQUENCE = ["context=2", "data=2 expert=2 context=2", "data=2 expert=2 tensor=2 sequence=true"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     "hierarchical-data=2 expert=2", "noisy-data=2 expert=2 microbatches=2", "softmax-data=2 expert=2 tensor=2"
 )

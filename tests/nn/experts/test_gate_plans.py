@@ -68,6 +68,7 @@ def named_model(name: str) -> torch.nn.Module:
     return make_model(GATES[name])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("sigmoid-8-pipeline=2 microbatches=2")
 @pytest.mark.parametrize(
     ("name", "length", "plan"),

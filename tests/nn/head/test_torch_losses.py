@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.engine import parallelize
-from echelon.nn.head import wrapper
+from echelon.nn.head import deferred
 from echelon.nn.head.deferred import _Computed, _FusedLoss, defer, is_deferred
-from echelon.nn.head.torch_losses import CrossEntropySettings, TorchCrossEntropy, known_loss, known_settings
+from echelon.nn.head.losses import CrossEntropySettings, TorchCrossEntropy, known_loss, known_settings
 from echelon.parallel.own_loss import in_float32
 
 TOKENS, WIDTH, CLASSES = 37, 16, 1030
@@ -180,7 +180,7 @@ def train(loss: Any) -> tuple[list[float], int]:
 def test_trainings_are_those_of_logits(name: str) -> None:
     losses, fused = train(KNOWN[name])
     assert fused > 0
-    with mock.patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with mock.patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, none = train(KNOWN[name])
     assert none == 0
     assert losses == pytest.approx(expected, rel=1e-3)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from echelon.engine import parallelize
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.nn.head import wrapper
+from echelon.nn.head import deferred
 from echelon.nn.head.deferred import _Computed, _Factors, _FusedLoss
 from tests.engine.test_compiling import backend
 
@@ -71,7 +71,7 @@ def check(plan: str, model: str) -> None:
     losses, weights, fused, computed = train(plan, model)
     if model == "capped" and "tensor" in plan:
         assert fused == 0  # it gets all logits, gathered
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, right, *calls = train(plan, model)
     assert calls == [0, 0]
     assert computed == 0
@@ -82,12 +82,14 @@ def check(plan: str, model: str) -> None:
         torch.testing.assert_close(weight.float(), right[name].float(), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
 @pytest.mark.parametrize("plan", ["", "microbatches=2 recompute=full"])
 def test_one_rank(plan: str, model: str) -> None:
     check(plan, model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
 @pytest.mark.parametrize(
     "plan", ["data=2 zero=3 microbatches=2", "pipeline=2 schedule=zero-bubble microbatches=2"]
@@ -96,6 +98,7 @@ def test_two_ranks(plan: str, model: str, warm_ranks: Callable[[int], Ranks]) ->
     warm_ranks(2).run(check, plan, model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", ["gpt", "llama", "capped"])
 @pytest.mark.parametrize(
     "plan",
@@ -129,13 +132,14 @@ def test_a_vocabulary_that_is_split_under_other_axes(
 
 
 # torch hides this warning of its compiler by what an error passes by.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_layers_that_are_compiled_leave_them_alone(model: str) -> None:
     torch._dynamo.reset()
     with backend("aot_eager"):
         losses, _, fused, computed = train("compile=true", model)
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, *_ = train("", model)
     assert computed == 0
     assert fused > 0
@@ -153,7 +157,7 @@ def check_compiled(plan: str, *, is_here: bool) -> None:
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         losses, weights, fused, computed = train(f"{plan} compile=true", "capped")
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, right, *_ = train(plan, "capped")
     assert (fused, computed) == (0, 0)
     assert factors.call_count > 0 or not is_here
@@ -162,13 +166,13 @@ def check_compiled(plan: str, *, is_here: bool) -> None:
         torch.testing.assert_close(weight.float(), right[name].float(), rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.slow_cases("precision=fp16", "microbatches=2 recompute=full")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["microbatches=2", "precision=fp16", "microbatches=2 recompute=full"])
 def test_a_loss_that_is_not_known_is_compiled_with_the_head(plan: str) -> None:
     check_compiled(plan, is_here=True)
 
 
-@pytest.mark.slow_cases("pipeline=2 schedule=1f1b microbatches=3", "data=2 zero=1 offload=optimizer")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -187,13 +191,14 @@ def compare_compiled(model: str) -> None:
     torch._dynamo.reset()
     with backend("aot_eager"):
         losses, _, fused, computed = train("tensor=2 sequence=true compile=true", model)
-    with patch.object(wrapper, "_LEAST_COLUMNS", 10**9):
+    with patch.object(deferred, "_LEAST_COLUMNS", 10**9):
         expected, *_ = train("tensor=2 sequence=true", model)
     assert computed == 0
     assert fused > 0
     assert losses == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt"])
 def test_a_split_head_in_a_compiled_layer(model: str, warm_ranks: Callable[[int], Ranks]) -> None:
     warm_ranks(2).run(compare_compiled, model)

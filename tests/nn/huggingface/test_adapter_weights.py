@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.errors import UserError
-from echelon.nn.huggingface.adapter_weights import (
+from echelon.nn.huggingface.adapters import (
     adapted_layers,
     adapter_files,
     merge_layer,

@@ -11,7 +11,7 @@ from torch import nn
 
 from echelon.models import ModelConfig, build, save_hf
 from echelon.nn.huggingface import config_json, open_weights, weight_layout
-from echelon.state.weight_files.folder_writer import write_folder
+from echelon.state.weight_files.weight_folder import write_folder
 from tests.nn.huggingface.models import KINDS, make
 
 FIX = "; build the model from the folder's config"

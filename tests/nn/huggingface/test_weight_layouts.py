@@ -16,7 +16,7 @@ from echelon.errors import UserError
 from echelon.models import build
 from echelon.nn.huggingface import config_json, open_weights, weight_layout
 from echelon.state.ownership import run_slices
-from echelon.state.weight_files.folder_writer import write_folder
+from echelon.state.weight_files.weight_folder import write_folder
 from tests.nn.huggingface.models import KINDS, make
 
 transformers.logging.disable_progress_bar()

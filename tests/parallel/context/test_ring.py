@@ -99,6 +99,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_it_is_attention_over_the_whole_sequence(warm_ranks: Warm, ranks: int, shape: dict[str, int]) -> None:

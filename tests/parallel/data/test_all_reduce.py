@@ -186,6 +186,7 @@ class Stopped(nn.Module):
         return self.last(_Stop.apply(self.first(x), self.stopped.weight))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("sync", ["zero=0", "zero=1", "zero=2", "zero=3", "sync=async staleness=0"])
 def test_functions_without_a_gradient_leave_their_weights_alone(sync: str) -> None:
     assert_equal(Case(Stopped, vectors, mean_loss, adamw, steps=3), f"data=2 microbatches=2 {sync}")

@@ -59,6 +59,7 @@ def stages() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("activated-vectors-data=2")
 @pytest.mark.parametrize(
     ("model", "batch", "plan"),

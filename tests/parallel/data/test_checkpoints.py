@@ -62,6 +62,7 @@ def case_of(model: type[nn.Module]) -> Case:
     return Case(model, vectors, class_loss, adamw, steps=3, options=options)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_reentrant_checkpoints_are_equal_to_one_device(level: int) -> None:

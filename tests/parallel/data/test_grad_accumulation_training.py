@@ -73,6 +73,7 @@ def one_by_one(step: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     "Cut-pipeline=2 schedule=1f1b microbatches=4",
     "Cut-pipeline=2 schedule=interleaved chunks=2 microbatches=4 data=2 zero=1",

@@ -37,6 +37,7 @@ def case(model: str, **changes: Any) -> Case:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     "gpt-data=2 zero=3 microbatches=2 update=last-backward", "llama-tensor=2 sequence=true update=backward"
 )

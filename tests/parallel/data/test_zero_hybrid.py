@@ -36,6 +36,7 @@ def check_equal(name: str, level: int, ranks: int, shard: int, microbatches: int
     assert_equal(case, f"data={ranks} zero={level} shard={shard} microbatches={microbatches}")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "level", "ranks", "shard", "microbatches"), FEW)
 def test_groups_are_equal_to_one_device(
     name: str, level: int, ranks: int, shard: int, microbatches: int
@@ -150,6 +151,7 @@ def part_bytes(shard: int) -> int:
     return sum(-(-padded_bytes(layer) // shard // 256) * 256 for layer in layers)  # type: ignore[union-attr]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("level", "microbatches", "scatters", "gathers"), [(1, 2, 1, 1), (2, 2, 2, 1), (3, 2, 2, 4)]
 )

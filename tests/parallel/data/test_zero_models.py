@@ -166,7 +166,7 @@ class Positions(nn.Module):
         return self.table[0]
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(2)
 @pytest.mark.slow_cases(
     "ChangesItsInput-2",
     "ObjectsBetween-2",
@@ -328,6 +328,7 @@ def counted_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("3")
 @LEVELS
 def test_a_replica_may_have_no_gradient_of_what_the_other_has(level: int) -> None:

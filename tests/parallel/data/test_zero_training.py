@@ -56,7 +56,7 @@ def test_levels_are_equal_to_one_device(name: str, level: int, ranks: int, micro
     assert_equal(case, f"data={ranks} zero={level} microbatches={microbatches}")
 
 
-@pytest.mark.slow_cases("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_any_prefetch_depth_is_equal(prefetch: int) -> None:
     assert_equal(dataclasses.replace(CASES["gpt"], options={"prefetch": prefetch}), "data=2 zero=3")
@@ -157,6 +157,7 @@ def model_state(plan: str) -> tuple[dict[str, int], int]:
 STATES = list(itertools.product((2, 4, 8), range(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "level"),
     [pytest.param(*each, marks=[pytest.mark.slow] if each != (2, 1) else []) for each in STATES],
@@ -211,6 +212,7 @@ def weights_around_a_failure(plan: str, where: str) -> bool:
     return all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_a_step_that_failed_the_next_is_right(warm_ranks: Warm, level: int, where: str) -> None:
@@ -225,7 +227,7 @@ def two_decays(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-@pytest.mark.slow_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3])
 def test_rules_over_shapes_see_whole_parameters(level: int) -> None:
     assert_equal(dataclasses.replace(CASES["gpt"], make_optimizer=two_decays), f"data=2 zero={level}")

@@ -128,6 +128,7 @@ def test_some_flushed_pipelines(plan: str) -> None:
     prove(gpt_case(steps=3), plan)
 
 
+@pytest.mark.slow
 def test_some_uneven_stages_that_share_out_their_state() -> None:
     prove(gpt_case(untied, steps=3), "pipeline=2-1 data=2 zero=2 microbatches=3")
 
@@ -162,6 +163,7 @@ def test_some_pipelines_with_dropout(plan: str) -> None:
     prove(gpt_case(dropping, steps=2), plan)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_never_drains_with_dropout() -> None:
     case = asynchronous_case(untied_dropping, steps=4)
     prove(case, "pipeline=3 schedule=pipedream microbatches=3")

@@ -246,6 +246,7 @@ def test_what_is_computed_again_uses_the_weights_of_its_forward(schedule: str) -
     assert_equal(case(checkpointed, clip=None), f"pipeline=3 schedule={schedule} microbatches=3")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [(hooked, ""), (hooked, "data=2 zero=2"), (hooked_weights, ""), (hooked_weights, "data=2")],
@@ -273,19 +274,14 @@ def test_the_norm_counts_a_tied_weight_that_the_counting_stage_does_not_use() ->
     assert_equal(case(UsedElsewhere), "data=2 pipeline=2")
 
 
-@pytest.mark.slow_cases(
-    "frozen_first_stage-0",
-    "frozen_first_stage-3",
-    "without_weights_in_a_stage-0",
-    "without_weights_in_a_stage-1",
-    "without_weights_in_a_stage-3",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("model", [frozen_first_stage, without_weights_in_a_stage])
 def test_a_stage_may_have_nothing_to_train(model: Make, zero: int) -> None:
     assert_equal(case(model), f"data=2 pipeline=4 zero={zero} microbatches=2")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("model", [in_place, in_place_later])
 def test_a_stage_may_change_what_it_receives(model: Make, schedule: str) -> None:
@@ -296,6 +292,7 @@ def test_buffers_of_the_model_itself_and_of_any_type_are_kept() -> None:
     assert_equal(case(WithBufferOfItsOwn), "pipeline=2")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", ["schedule=pipedream", "pipeline=2 schedule=pipedream", "pipeline=2 schedule=pipedream-2bw"]
 )

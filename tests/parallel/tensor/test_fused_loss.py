@@ -13,10 +13,10 @@ from echelon.collectives.mesh import Mesh
 from echelon.launching import Ranks
 from echelon.nn import losses
 from echelon.nn.head.deferred import defer, fused_cross_entropy, is_deferred
-from echelon.parallel.tensor.loss import vocabulary_cross_entropy
-from echelon.parallel.tensor.moves import vocabulary_part
+from echelon.parallel.tensor.entries import vocabulary_part
+from echelon.parallel.tensor.modules import vocabulary_cross_entropy
 from echelon.plan import Plan
-from echelon.state.shards import share_of
+from echelon.state.ownership import share_of
 
 Warm = Callable[[int], Ranks]
 

@@ -13,7 +13,7 @@ from echelon.launching import Ranks
 from echelon.models import cross_entropy
 from echelon.nn import losses
 from echelon.nn.huggingface.own_loss import causal_cross_entropy
-from echelon.parallel.tensor.loss import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
+from echelon.parallel.tensor.modules import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
 from echelon.plan import Plan
 
 Warm = Callable[[int], Ranks]

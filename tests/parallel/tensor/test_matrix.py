@@ -40,7 +40,7 @@ def test_context_ranks_are_equal_to_one_device(model: str, context: int) -> None
     prove(model, f"context={context}")
 
 
-@pytest.mark.slow_cases("context=2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -65,6 +65,7 @@ def test_a_module_that_no_table_knows_is_named_with_the_line_to_add() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_table": TABLE}])
 def test_a_few_lines_make_it_known(options: dict[str, Any]) -> None:
     case = Case(OwnModel, vectors, mean_loss, adamw, options=options)

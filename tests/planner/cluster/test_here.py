@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from echelon.planner.cluster.cluster import Link
@@ -47,6 +48,7 @@ def test_other_gpus_are_measured() -> None:
     assert cluster.device.name == "NVIDIA GeForce RTX 4090"
 
 
+@pytest.mark.slow
 def test_ranks_measure_a_processor_and_more_of_them_share_it() -> None:
     with_two = read_cluster("cpu:2")
     assert (with_two.device.name, with_two.count, with_two.per_node) == ("cpu", 2, 2)

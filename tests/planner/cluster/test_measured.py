@@ -1,5 +1,6 @@
 """This machine's processor as a device."""
 
+import pytest
 import torch
 
 from echelon.planner.cluster.measured import Figures, cpu_cluster, measure, typical
@@ -8,6 +9,7 @@ from echelon.planner.foresight.predict import predict
 from echelon.planner.shape.presets import preset_shape
 
 
+@pytest.mark.slow
 def test_the_processor_is_measured() -> None:
     figures = measure(torch.device("cpu"))
     assert set(figures.flops) == {"fp64", "fp32", "bf16", "fp16"}

@@ -14,6 +14,7 @@ from echelon.planner.searching.space import layouts, savers, shardings
 from echelon.planner.shape.presets import preset_shape
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("model", "devices", "batch"),
     [("gpt-1.3b", "v100:8", 16), ("llama3-8b", "h100:8", 16), ("mixtral-8x7b", "h200:8", 8)],

@@ -5,8 +5,7 @@ import pytest
 from echelon.errors import UserError
 from echelon.models import preset
 from echelon.models.build import presets
-from echelon.models.config import ModelConfig
-from echelon.models.experts_config import ExpertsConfig
+from echelon.models.config import ExpertsConfig, ModelConfig
 from echelon.planner.shape.presets import PUBLISHED, preset_shape, shape_of
 
 

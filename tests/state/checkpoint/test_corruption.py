@@ -122,6 +122,7 @@ class Loads:
         return dict(saved.manifest.extra)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_50_damages_are_found_and_the_checkpoint_before_is_loaded(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)

@@ -328,6 +328,7 @@ def test_a_save_is_finished_when_the_program_ends(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_when_the_program_ends_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

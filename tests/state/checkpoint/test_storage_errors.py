@@ -12,7 +12,6 @@ from echelon.state.checkpoint.storage_errors import (
     RETRIES,
     as_folder,
     is_url,
-    report_later_errors,
     report_write_errors,
     with_retries,
 )
@@ -83,7 +82,7 @@ def test_errors_name_the_place_the_reason_and_the_fix(error: OSError, words: str
     assert caught.value.title == (
         f"s3://a: the checkpoint cannot be written: {words}; checkpoints before it, if any, are as they were"
     )
-    with pytest.raises(UserError) as caught, report_later_errors("s3://a"):
+    with pytest.raises(UserError) as caught, report_write_errors("s3://a", is_whole=True):
         raise error
     assert caught.value.title.startswith("s3://a: the checkpoint is saved, but")
     assert caught.value.title.endswith(f"failed: {words}")

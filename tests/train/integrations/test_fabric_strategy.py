@@ -18,7 +18,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return packages.run_program("fabric.py", folder=tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.slow_cases("data=2 precision=fp64", "tensor=2 precision=fp64")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", ["data=2 precision=fp64", "data=2 zero=3 precision=fp64", "tensor=2 precision=fp64"]
 )
@@ -44,6 +44,7 @@ def strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return FabricStrategy
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_no_loop_of_fabric_can_do_is_refused_with_what_to_write(strategy: Any) -> None:
     from echelon.errors import UserError

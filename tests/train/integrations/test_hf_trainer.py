@@ -3,15 +3,18 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import echelon
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.plan import Plan
+from echelon.train.integrations.hf_trainer import EngineOptimizer, ModelInLoop, optimizer_maker, taken_over
 from tests.train.integrations import packages
 
 transformers = pytest.importorskip("transformers")
@@ -198,3 +201,57 @@ def test_the_sft_trainer_of_trl_trains_as_without_a_plan(plan: str) -> None:
     plain, ours = packages.run_program("sft.py"), packages.run_program("sft.py", plan, ranks=2)
     assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-6)
     assert plain["losses"][-1] < plain["losses"][0]
+
+
+def arguments_like(**given: Any) -> Any:
+    return SimpleNamespace(**{"gradient_accumulation_steps": 1, "n_gpu": 0, "_n_gpu": 0} | given)
+
+
+def test_accumulation_becomes_microbatches() -> None:
+    given = arguments_like(gradient_accumulation_steps=3, n_gpu=2)
+    own, plan = taken_over(given, Plan.parse("pipeline=2 microbatches=2"))
+    assert plan == Plan.parse("pipeline=2 microbatches=6")
+    assert (own.gradient_accumulation_steps, own._n_gpu) == (1, 1)
+    assert given.gradient_accumulation_steps == 3, "the user's own are as they were"
+
+
+def test_all_that_a_plan_says_is_refused_at_once_with_its_word() -> None:
+    with pytest.raises(UserError) as raised:
+        taken_over(arguments_like(bf16=True, fsdp="full_shard", gradient_checkpointing=True), Plan())
+    assert str(raised.value).startswith("3 errors in the arguments of a Trainer with a plan:")
+    assert "bf16=True): the engine does this; write precision=bf16 in the plan" in str(raised.value)
+
+
+def test_groups_follow_the_names_of_what_a_rank_holds() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    make = optimizer_maker(model, torch.optim.AdamW, {"lr": 0.5}, ["0.weight", "1.weight"], 0.25)
+    first, second = make(model[1].parameters()).param_groups  # a stage's
+    assert (first["params"], first["weight_decay"], first["lr"]) == ([model[1].weight], 0.25, 0.5)
+    assert (second["params"], second["weight_decay"]) == ([model[1].bias], 0.0)
+    (only,) = make([model[0].bias]).param_groups
+    assert only["params"] == [model[0].bias]
+
+
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.SGD, {"params": []}), (lambda: None, {})])
+def test_an_optimizer_that_groups_parameters_itself_is_refused(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="use an optimizer of torch"):
+        optimizer_maker(nn.Linear(1, 1), kind, options, [], 0.0)
+
+
+def test_the_loop_sees_groups_of_the_engine_and_whole_shapes() -> None:
+    model = nn.Linear(2, 3).double()
+    in_loop = ModelInLoop(model)
+    sgd, loss = torch.optim.SGD, nn.functional.mse_loss
+    with echelon.parallelize(
+        model, "precision=fp64", optimizer=lambda p: sgd(p, lr=0.5), loss=loss
+    ) as engine:
+        optimizer = EngineOptimizer(engine)
+        assert optimizer.param_groups is engine.optimizer.param_groups
+        before = model.weight.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(model.weight, before), "the engine has made the update"
+        with pytest.raises(UserError, match="closure"):
+            optimizer.step(lambda: None)  # type: ignore[arg-type]
+    assert in_loop.count() == 9
+    assert all(each.is_meta for each in in_loop.parameters())

@@ -316,6 +316,7 @@ def check_rollback(
     return events
 
 
+@pytest.mark.slow
 def test_a_run_with_a_spike_is_one_without_its_batches(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks]
 ) -> None:

@@ -14,13 +14,12 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.plan import Plan
 from echelon.state.checkpoint.copies.folder import MemoryFolder
-from echelon.state.checkpoint.copies.to_disk import HostCopies
+from echelon.state.checkpoint.copies.rank_file import HostCopies
 from echelon.state.checkpoint.folder import CheckpointFolder
 from echelon.train.events import Event, Noted, Started, Stepped
 from echelon.train.jobs.job import Job, as_plain
 from echelon.train.run import Logbook, open_run
-from echelon.train.runs import stopping, supervisor
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted, stopping, supervisor
 from echelon.train.runs.run_folder import RunFolder
 from echelon.train.runs.stopping import Sigterm
 from echelon.train.runs.supervisor import change, fit_job, plans_for, supervise
@@ -66,6 +65,7 @@ def test_a_job_is_fitted_by_all_of_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     assert fit_job(wrong) == wrong, "what is wrong for another reason is refused as it is"
 
 
+@pytest.mark.slow
 def test_a_training_with_fewer_devices_says_so_and_trains_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

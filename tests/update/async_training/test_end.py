@@ -164,6 +164,7 @@ def failing_server(busy: bool) -> None:
         engine.step(engine.local(vectors(step)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_update_that_fails_ends_the_run_loudly(busy: bool) -> None:
     begin = time.perf_counter()

@@ -41,6 +41,7 @@ from tests.update.async_training.training import (
 )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=3 microbatches=2", "data=4")
 @pytest.mark.parametrize("plan", ["data=1", "data=2", "data=3 microbatches=2", "data=4"])
 def test_without_staleness_it_is_bulk_synchronous(plan: str) -> None:

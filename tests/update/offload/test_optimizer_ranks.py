@@ -49,6 +49,7 @@ def test_replicas_are_equal(plan: str) -> None:
     check(plan)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=2 delay=1", "tensor=2 sequence=true"])
 def test_parts_of_a_model_are_equal(plan: str) -> None:
     check(plan, model="gpt")
@@ -174,7 +175,7 @@ def _check_a_refused_step(plan: str, warm_ranks: Callable[[int], Ranks], *, refu
         assert losses == pytest.approx(expected, rel=1e-9), plan
 
 
-@pytest.mark.parametrize("update", ["", "delay=1"])
+@pytest.mark.parametrize("update", ["", "delay=1", "update=backward"])
 def test_a_refused_step_changes_nothing(update: str, warm_ranks: Callable[[int], Ranks]) -> None:
     _check_a_refused_step(f"data=2 zero=1 offload=optimizer {update}", warm_ranks)
 

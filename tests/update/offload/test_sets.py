@@ -37,6 +37,7 @@ def case(plan: str, **changes: Any) -> Case:
     return dataclasses.replace(CASES["gpt"], **(given | changes))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=2 zero=1")
 @pytest.mark.parametrize("plan", ["data=1", "data=2 zero=1", "data=2 zero=3 update=backward recompute=full"])
 def test_all_offloads_are_equal_to_one_device(plan: str) -> None:

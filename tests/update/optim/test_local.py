@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from echelon import parallelize
 from echelon.errors import UserError
-from echelon.update.gradient_checks import check_gradient
 from echelon.update.optim import CombinedOptimizer
 from echelon.update.optim.local import FirstState, FirstStates, Make, _begins_alike, begin_like, make_local
-from echelon.update.optim.optimizer_state import state_forms
+from echelon.update.optim.optimizer_state import check_gradient, state_forms
 
 
 def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

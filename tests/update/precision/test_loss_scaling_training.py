@@ -52,6 +52,7 @@ def losses(plan: str, loss_scale: Any = None) -> tuple[list[float], float]:
     return [step.loss for step in metrics], max(step.grad_norm for step in metrics)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loss_scale", [None, 2.0**17])
 def test_gradients_that_fp16_rounds_to_zero_train_with_a_loss_scale_only(loss_scale: Any) -> None:
     exact, norm = losses("precision=fp32")
@@ -248,6 +249,7 @@ def train_with_overflow(plan: str, rank: int) -> tuple[list[bool], list[float], 
         return skipped, [step.loss_scale for step in metrics], same, weights[-1]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "plan",

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import Header, OperationKind, RingReader, Wait, all_written
-from echelon.collectives.shared.tensor_memory import TensorMemory, reduce_in_rank_order
+from echelon.collectives.shared.slots import (
+    Header,
+    OperationKind,
+    RingReader,
+    TensorMemory,
+    Wait,
+    all_written,
+    reduce_in_rank_order,
+)
 
 _CHUNK_BYTES = 1 << 19  # small enough to stay in the cache between the read and the addition
 

@@ -13,8 +13,7 @@ from echelon.collectives.ledger import Ledger
 from echelon.collectives.shared import direct_read, staged_copy
 from echelon.collectives.shared.link import Link, open_link
 from echelon.collectives.shared.operation_queue import OperationQueue, Steps
-from echelon.collectives.shared.slots import LANE
-from echelon.collectives.shared.tensor_memory import TensorMemory, flat_alias
+from echelon.collectives.shared.slots import LANE, TensorMemory, flat_alias
 from echelon.collectives.torch_group import MOVED_TYPES, ChainedWork, TorchGroup
 from echelon.collectives.work import HOST_TIMING, Timing, Work
 from echelon.launching.group import backends_of
@@ -27,10 +26,8 @@ _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.We
 
 
 def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
-    """Return the Group over `process_group`: shared memory where Gloo would move CPU tensors on one host.
-
-    All ranks of the process group must call this, because the first call connects them.
-    """
+    """Return the Group over `process_group`: shared memory where Gloo would move CPU tensors on one host. All
+    ranks of the process group must call this, because the first call connects them."""
     if process_group not in _links:
         _links[process_group] = _new_link(process_group)
     link = _links[process_group]

@@ -32,8 +32,16 @@ import torch.distributed as dist
 from echelon.collectives.shared.operation_queue import Operation, OperationQueue, Steps, raise_from
 from echelon.collectives.shared.peers import SECRET_BYTES, ConnectedPeer, Host, Invitation, PeerSocket
 from echelon.collectives.shared.progress_loop import ProgressLoop
-from echelon.collectives.shared.slots import COLLECTIVE, Notice, RingReader, RingWriter, collective_ring, lane
-from echelon.collectives.shared.tensor_memory import let_siblings_read, read_memory
+from echelon.collectives.shared.slots import (
+    COLLECTIVE,
+    Notice,
+    RingReader,
+    RingWriter,
+    collective_ring,
+    lane,
+    let_siblings_read,
+    read_memory,
+)
 from echelon.errors import raise_errors
 from echelon.launching import PeerLost
 

@@ -57,11 +57,8 @@ class _Task(Enum):
 
 @final
 class ProgressLoop:
-    """The loop, its owner, and the threads that wait for it.
-
-    An error in `collectives`, or any error but a lost peer, ends everything. A message to or from a lost peer
-    ends only its queue.
-    """
+    """The loop, its owner, and the threads that wait for it. An error in `collectives`, or any error but a
+    lost peer, ends everything. A message to or from a lost peer ends only its queue."""
 
     def __init__(
         self, queues: Sequence[OperationQueue], collectives: OperationQueue, sockets: Sequence[PeerSocket]

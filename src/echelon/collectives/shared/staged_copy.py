@@ -17,10 +17,8 @@ from echelon.collectives.shared.slots import (
     OperationKind,
     RingReader,
     Slot,
-    all_written,
-)
-from echelon.collectives.shared.tensor_memory import (
     TensorMemory,
+    all_written,
     copy_bytes,
     pieces,
     reduce_in_rank_order,

@@ -10,10 +10,8 @@ MODES: tuple[Mode, ...] = ("first", "sampled", "always", "off")
 
 class AuditResult(NamedTuple):
     """One entry, the same on every rank. A difference is no result: it is a UserError on every rank.
-
     `reason`: why it was skipped, or what "held" leaves out. `is_final`: False where another batch may tell
-    more, so that the next step asks again.
-    """
+    more, so that the next step asks again."""
 
     name: str
     outcome: Literal["held", "skipped"]

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from echelon.collectives.agreement import RankAgreement
 from echelon.engine.audit import AuditResult, Mode
-from echelon.engine.audit.audit_batch import (
-    NUM_TRAITS,
-    GivenBatch,
-    sample_traits,
-    shown_traits,
-    shows_known,
-)
+from echelon.engine.audit.audit_batch import NUM_TRAITS, GivenBatch, sample_traits, shown_traits, shows_known
 from echelon.engine.audit.gradient_audit import GradientAudit
 from echelon.engine.audit.plain_form import PlainForm
 from echelon.engine.audit.reference import Reference
@@ -36,7 +30,7 @@ from echelon.engine.step.nonfinite_search import check_finite_weights
 from echelon.engine.step.runner import StepRunner
 from echelon.errors import UserError
 from echelon.nn.batch import DTYPES
-from echelon.parallel.tensor.loss import split_loss
+from echelon.parallel.tensor.modules import split_loss
 from echelon.update.numbers import HostCopy
 
 _ASKED_AGAIN = 3  # steps in which an audit that could not compare asks for another batch

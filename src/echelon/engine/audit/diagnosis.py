@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from echelon.engine.audit.audit_batch import AuditBatch
 from echelon.engine.audit.gradient_comparison import TOLERANCES, Difference, KeptGradients
@@ -98,15 +97,13 @@ def _first_mixed(whole: Result, parts: Sequence[Result], samples: AuditBatch, to
         for leaf, own in zip(leaves, of_part, strict=True):
             if leaf.dim() == 0 or len(leaf) != samples.bounds[-1][1] or not leaf.is_floating_point():
                 continue
-            if leaf[begin:end].shape != own.shape or _is_far(leaf[begin:end], own, tolerance):
+            one, other = leaf[begin:end].double(), own.double()
+            if one.shape != other.shape:
+                return begin
+            gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0, one - other)
+            if gap.nan_to_num(torch.inf).norm() > tolerance * one.nan_to_num().norm():
                 return begin
     return None
-
-
-def _is_far(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    one, other = one.double(), other.double()
-    gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0, one - other).nan_to_num(torch.inf)
-    return bool(gap.norm() > tolerance * one.nan_to_num().norm())
 
 
 def _cause_in_plan(plan: Plan) -> str:

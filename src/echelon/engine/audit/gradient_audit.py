@@ -10,7 +10,7 @@ Both sides begin with the same buffers, attributes and generators, and leave non
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, final
@@ -52,7 +52,7 @@ from echelon.errors import UserError
 from echelon.memory.gist.compression import uncompressed
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import num_samples
-from echelon.nn.buffer_snapshot import ChangedBuffers
+from echelon.nn.forward_state import ChangedBuffers
 from echelon.state.ownership import LocalParameter, OwnedSlice, own_run, whole_slice
 
 NAME = "gradients"
@@ -64,6 +64,8 @@ _COUNTED = "forwards count something in {}, and each rank and microbatch counts 
 _LEFT = "forwards leave something else than one device in buffers that no checkpoint has: {}"
 
 _DRAWS = 3  # of rounding: where a model amplifies it, one says little
+
+Choose = Callable[..., AuditBatch | None]
 
 
 class _Compared(NamedTuple):
@@ -129,7 +131,7 @@ class GradientAudit:
         ):
             return self._audit(choose, step)
 
-    def _audit(self, choose: Callable[..., AuditBatch | None], step: int) -> AuditResult:
+    def _audit(self, choose: Choose, step: int) -> AuditResult:
         for sharing in self._local.sharings:  # of the last update, which the host may still make
             sharing.wait_for_weights(sharing.local_parameters())
         try:
@@ -151,14 +153,15 @@ class GradientAudit:
             return skipped(NAME, f"the model cannot be run by itself: {error}")
         return held(NAME)
 
-    def _compare(
-        self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool = True
-    ) -> _Compared:
+    def _compare(self, choose: Choose, step: int, *, training: bool = True) -> _Compared:
         samples, run, result = self._rehearse(choose, step, training=training)
         if self._mesh.plan.flushes:
             self._numbers.learn(result.counted_by)
         generators = GeneratorStates(self._mesh.device, self._modules) if result.has_drawn else None
-        with self._watched_hooks() as hooks:
+        plan = self._mesh.plan
+        is_watched = plan.sync != "async" and plan.flushes and is_cut(plan)
+        trained = (pair for sharing in self._local.sharings for pair in sharing.parameter_set.trained)
+        with watched_hooks(trained if is_watched else ()) as hooks:
             comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
         if self._mesh.plan.flushes:
             self._warn_once(self._numbers.compare(result.counted_by), _COUNTED)
@@ -172,6 +175,10 @@ class GradientAudit:
         overflows = any(each.distance == float("inf") for each in found)
         if overflows and self._update.loss_scaling is not None:
             raise CannotCompareError("gradients overflow at this loss scale", is_final=False)
+        # Of one microbatch, or of the whole batch on one device: in other elements, and no update is right.
+        is_broken = any(each.reference_overflows for each in differences)
+        if overflows and is_broken and any(each.plan_overflows for each in differences):
+            raise CannotCompareError("gradients are not finite, on one device either", is_final=False)
         return _Compared(samples, run, result, found, hooks)
 
     def _raise_if(self, compared: _Compared) -> None:
@@ -246,7 +253,7 @@ class GradientAudit:
         return explain(beyond, run, result, samples, device, self._mesh.plan)
 
     def _rehearse(
-        self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
+        self, choose: Choose, step: int, *, training: bool, is_small: bool = True
     ) -> tuple[AuditBatch, Run, Result]:
         """Choose samples, and let one device compute them. A model that does not take a small part of a
         microbatch is given whole ones; one that does not take all samples at once, some."""
@@ -277,15 +284,6 @@ class GradientAudit:
         return samples, run, result
 
     # The plan.
-
-    def _watched_hooks(self) -> AbstractContextManager[dict[str, str]]:
-        plan = self._mesh.plan
-        is_flushed = plan.sync != "async" and plan.flushes
-        if not (is_flushed and is_cut(plan)):
-            return nullcontext({})
-        return watched_hooks(
-            pair for sharing in self._local.sharings for pair in sharing.parameter_set.trained
-        )
 
     def _run_plan(
         self, samples: AuditBatch, step: int, generators: GeneratorStates | None, *, training: bool

@@ -24,11 +24,13 @@ Take = Callable[[str, Tensor], None]  # of a gradient by its name, whole
 
 
 class Difference(NamedTuple):
-    """The norm of the difference of one parameter's gradients, and of the reference."""
+    """Norms of the difference of one parameter's gradients, and of the reference; which is not finite."""
 
     name: str
     distance: float
     norm: float
+    reference_overflows: bool = False
+    plan_overflows: bool = False
 
     @property
     def relative(self) -> float:
@@ -65,8 +67,8 @@ class Comparison:
         table: list[list[float]] = numbers.tolist()
         return [
             # Where no rank has a gradient, all of the reference is missing.
-            Difference(name, distance**0.5 if is_held else norm**0.5, norm**0.5)
-            for name, (distance, norm, is_held) in zip(self._rows, table, strict=True)
+            Difference(name, (distance if is_held else norm) ** 0.5, norm**0.5, *map(bool, overflows))
+            for name, (distance, norm, is_held, *overflows) in zip(self._rows, table, strict=True)
         ]
 
 
@@ -128,12 +130,14 @@ def _bundles(likes: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _compare(boxes: Sequence[OwnedSlice], whole: Tensor, factor: float) -> Tensor:
-    """Return (squared distance, squared norm, whether there is a gradient here). NaN is infinitely far from a
-    number, and at no distance from NaN."""
-    distance = torch.zeros((), dtype=torch.float64, device=whole.device)
+    """Return (squared distance, squared norm, whether there is a gradient here, whether `whole` is not
+    finite, whether boxes are not). NaN is infinitely far from a number, and at no distance from NaN."""
+    distance, overflow = torch.zeros(2, dtype=torch.float64, device=whole.device)
     for each in boxes:
         part, own = whole[each.slice.box], each.tensor.to(whole.dtype) * factor
         gap = torch.where((part == own) | (part.isnan() & own.isnan()), 0, part - own).abs()
         distance = distance + gap.nan_to_num(torch.inf, torch.inf).square().sum(dtype=torch.float64)
+        overflow = overflow.maximum((~own.isfinite()).any())
     norm = whole.abs().nan_to_num(0.0, 0.0).square().sum(dtype=torch.float64)
-    return torch.stack([distance, norm, torch.full_like(norm, float(bool(boxes)))])
+    is_held, overflows = torch.full_like(norm, float(bool(boxes))), (~whole.isfinite()).any().double()
+    return torch.stack([distance, norm, is_held, overflows, overflow])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.nn.autograd.hooks import is_own_hook
+from echelon.nn.autograd.leaves import is_own_hook
 from echelon.plan import Plan
 
 _LARGE = 1e6  # beyond any limit that is meant for gradients

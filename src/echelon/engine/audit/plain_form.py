@@ -13,6 +13,8 @@ of the plain form. What a forward assigns goes into the copies, and is forgotten
 """
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
@@ -21,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.engine.audit.weight_stream import layer_sizes
-from echelon.nn.autograd.hooks import hooks_of, late_hooks, set_hooks, twin
+from echelon.nn.autograd.leaves import hooks_of, late_hooks, set_hooks, twin
 from echelon.nn.wrapping import Wrapper, Wrapping, stack_of
 from echelon.parallel.data.zero.weight_access import FreedParameter
 from echelon.state.ownership import StateNames
@@ -30,6 +31,7 @@ from echelon.state.ownership import StateNames
 _ABSENT = object()
 # Tensors are given by `installed`; a mode is the user's.
 _NOT_RECORDED = frozenset({"training", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
+_LAYER = re.compile(r"(.*\.)?\d+(?=\.)")  # up to the last number: an element of a list of modules
 
 Owner = nn.Module | Wrapper
 
@@ -131,10 +133,8 @@ class PlainForm:
         self, whole: Mapping[str, Tensor], device: torch.device, *, fresh: bool = False
     ) -> Iterator[dict[str, nn.Parameter]]:
         """Inside, the model is plain; `whole` has what is `missing`. Yields the trained parameters by name.
-
         `fresh`: parameters are other objects in the same memory, so that `backward` fills other gradients. A
-        loss that holds a parameter itself then trains it no more.
-        """
+        loss that holds a parameter itself then trains it no more."""
         parameters = self._parameters(whole, device, fresh=fresh)
         clones: dict[int, Tensor] = {}
         with ExitStack() as stack, torch.no_grad():
@@ -236,3 +236,13 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
     return one is other
+
+
+def layer_sizes(sizes: Mapping[str, int]) -> list[int]:
+    """Add up the sizes of weights by layer: by element of a list of modules, or by module.
+    layer_sizes({"0.up.weight": 3, "0.down.weight": 3, "1.up.weight": 4}) == [6, 4]"""
+    layers: Counter[str] = Counter()
+    for name, size in sizes.items():
+        match = _LAYER.match(name)
+        layers[match[0] if match else name.rpartition(".")[0]] += size
+    return list(layers.values())

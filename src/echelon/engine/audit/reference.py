@@ -18,11 +18,10 @@ from echelon.engine.step.feed import to_device
 from echelon.engine.step.python_state import PythonState
 from echelon.engine.step.samples import Scopes
 from echelon.nn.autograd.generators import GeneratorStates
-from echelon.nn.autograd.hooks import late_hooks, twin
+from echelon.nn.autograd.leaves import late_hooks, twin
 from echelon.nn.batch import call, cast, num_samples
-from echelon.nn.buffer_snapshot import ChangedBuffers
 from echelon.nn.dropout.training_position import CountedSamples
-from echelon.nn.integer_attributes import moved_integers, named_integers
+from echelon.nn.forward_state import ChangedBuffers, moved_integers, named_integers
 from echelon.nn.losses import total_and_count
 from echelon.nn.sample_gathering import Replicas
 from echelon.parallel.layer_sharding import LayerSharding

@@ -218,9 +218,7 @@ def _compared(name: str, one: Any, other: Any) -> bool:
 
 
 def _choose_evenly(scores: Tensor, indices: Tensor) -> None:
-    """Let row r choose r, r + 1, …: over many rows, each of n is chosen as often.
-
-    scores [4, 3], the first choice of each row: 0, 1, 2, 0
-    """
+    """Let row r choose r, r + 1, …: over many rows, each of n is chosen as often. With scores [4, 3], the
+    first choices of the rows are 0, 1, 2, 0."""
     rows = torch.arange(indices.numel() // max(1, indices.shape[-1])).view(*indices.shape[:-1], 1)
     indices.copy_((rows + torch.arange(indices.shape[-1])) % scores.shape[-1])

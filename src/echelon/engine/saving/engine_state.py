@@ -125,11 +125,21 @@ class EngineState:
         slices = [*self.owned(), *self._counters(counters), *self.temporary_buffers(changed=True)]
         slices += [_own(LEARNED, _json_bytes(learned_order(self.local)), f"rank {self.mesh.rank}")]
         if self.seed == -1:
-            slices += [_own(RANDOM, random, part) for part, random in self._random_states().items()]
+            rank, device = self.mesh.rank, self.mesh.device
+            slices += [_own(RANDOM, torch.get_rng_state(), f"cpu of rank {rank}")]
+            if device.type == "cuda":
+                slices += [_own(RANDOM, torch.cuda.get_rng_state(device), f"cuda of rank {rank}")]
 
         def add_and_check() -> None:
             slices.extend(_extra_state(self.module))
-            _check_storable(slices)
+            known = set(DTYPES.values())
+            errors = [
+                f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors "
+                "file holds; use another type"
+                for each in slices
+                if each.tensor.dtype not in known
+            ]
+            raise_errors("the state of this engine, which cannot be saved", errors)
 
         check_on_every_rank(add_and_check)
         self._warn_of_sparse_buffers()
@@ -139,13 +149,6 @@ class EngineState:
         """Numbers of this rank; asynchronous workers each have their own."""
         whose = "" if self.worker is None else f" of worker {self.worker}"
         return [_number(f"{part}{whose}", value) for part, value in counters.items()]
-
-    def _random_states(self) -> dict[str, Tensor]:
-        rank, device = self.mesh.rank, self.mesh.device
-        states = {f"cpu of rank {rank}": torch.get_rng_state()}
-        if device.type == "cuda":
-            states[f"cuda of rank {rank}"] = torch.cuda.get_rng_state(device)
-        return states
 
     # The manifest.
 
@@ -208,20 +211,6 @@ def _state_numbers(update: Update) -> dict[str, dict[str, PlainNumber]]:
     kind = type(update.optimizer).__name__
     raise_errors(f"the state of optimizer {kind}, which must be tensors or numbers to be saved", errors)
     return numbers
-
-
-def _check_storable(owned: Iterable[OwnedSlice]) -> None:
-    """Refuse tensors of types that a safetensors file cannot hold."""
-    known = set(DTYPES.values())
-    raise_errors(
-        "the state of this engine, which cannot be saved",
-        [
-            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors "
-            "file holds; use another type"
-            for each in owned
-            if each.tensor.dtype not in known
-        ],
-    )
 
 
 def _number(part: str, value: Number) -> OwnedSlice:

@@ -10,21 +10,22 @@ from echelon.collectives.agreement import agree_on_every_rank, check_on_every_ra
 from echelon.errors import UserError, raise_errors
 from echelon.launching.watch.pulse import beat
 from echelon.nn.huggingface import config_json, weight_layout
-from echelon.nn.huggingface.adapter_weights import (
+from echelon.nn.huggingface.adapters import (
     adapted_layers,
+    adapted_model,
     adapter_files,
+    has_adapters,
     merge_layer,
     merged_form,
     write_adapter,
 )
-from echelon.nn.huggingface.adapters import adapted_model, has_adapters
 from echelon.nn.huggingface.modules import is_pretrained
 from echelon.nn.huggingface.weight_layouts import write_generation_config
 from echelon.state.assembly import Assembly, Key
 from echelon.state.ownership import VALUE, StateNames
-from echelon.state.weight_files.folder_writer import write_folder
 from echelon.state.weight_files.layout import WeightLayout
 from echelon.state.weight_files.tensor_file import TensorEntry
+from echelon.state.weight_files.weight_folder import write_folder
 
 Fetch = Callable[[str], Tensor]
 
@@ -115,7 +116,10 @@ def _export_merged(
     layout = weight_layout(form)
     inner = adapted_model(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is inner), "")
-    layer_of = {name: _enclosing(name, layers) for name in layout.needed_names()}
+    layer_of = {  # the adapted layer that a tensor of the merged model belongs to
+        name: next((plain for plain in layers if name.startswith(f"{plain}.")), None)
+        for name in layout.needed_names()
+    }
     sources: dict[str, list[str]] = {}
     for name, plain in layer_of.items():
         if plain is None:
@@ -138,11 +142,6 @@ def _export_merged(
     _write_model(form, whole, layout, fetch, folder, shard_bytes, partial(stream.write, rank=rank))
 
 
-def _enclosing(name: str, layers: Mapping[str, str]) -> str | None:
-    """Return the adapted layer that a tensor of the merged model belongs to."""
-    return next((plain for plain in layers if name.startswith(f"{plain}.")), None)
-
-
 def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dict[str, Tensor]:
     """Return the state dict with tensors of the meta device; of tied tensors one. What is no tensor stays."""
     whole: dict[str, Tensor] = {name: assembly.like((name, part)) for name, part in assembly}
@@ -155,11 +154,8 @@ def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dic
 
 
 class _Stream:
-    """Whole tensors for rank 0 in one order; every rank brings its parts of each.
-
-    A rank that fails inside a tensor leaves the others there. It brings nothing more: they would take the
-    next tensor for this one.
-    """
+    """Whole tensors for rank 0 in one order; every rank brings its parts of each. A rank that fails inside a
+    tensor leaves the others there. It brings nothing more: they would take the next tensor for this one."""
 
     def __init__(self, assembly: Assembly, names: StateNames, sources: Mapping[str, list[str]]) -> None:
         """`sources`: what is fetched together, in order → names of the state dict."""

@@ -99,10 +99,8 @@ def _shared_name(model: nn.Module, other: nn.Module) -> str | None:
 
 @torch.no_grad()
 def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], names: StateNames) -> None:
-    """Give every parameter and buffer of `weights` its place in the model, tied ones together.
-
-    What is still there keeps its identity, whatever memory it had.
-    """
+    """Give every parameter and buffer of `weights` its place in the model, tied ones together. What is still
+    there keeps its identity, whatever memory it had."""
     whole: dict[str, nn.Parameter] = {}
     for name, tensor in {**weights, **_split[model].temporary_buffers}.items():
         path, _, attribute = name.rpartition(".")

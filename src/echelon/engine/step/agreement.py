@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import gather_rows
-from echelon.collectives.fingerprint import fingerprint, measures, near, wrapped
+from echelon.collectives.agreement import fingerprint, gather_rows, measures, near, wrapped
 from echelon.collectives.mesh import Mesh
 from echelon.errors import UserError
 from echelon.nn.batch import Batch

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from echelon.collectives.mesh import Mesh
 from echelon.engine.step.gate_passes import TOLERANCES, GatePasses, NoPasses
 from echelon.errors import UserError, raise_errors
-from echelon.nn.buffer_snapshot import BufferSnapshot
 from echelon.nn.experts import Gate, Recorder, recording
+from echelon.nn.forward_state import BufferSnapshot
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, Observers, StepObserver
 from echelon.parallel.stage import LocalStages

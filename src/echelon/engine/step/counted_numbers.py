@@ -12,7 +12,7 @@ from typing import final
 from torch import nn
 
 from echelon.collectives.agreement import RankAgreement
-from echelon.nn.integer_attributes import moved_integers, named_integers
+from echelon.nn.forward_state import moved_integers, named_integers
 from echelon.parallel.stage import LocalStages, Stage
 
 

@@ -13,8 +13,8 @@ from echelon.collectives.mesh import Mesh
 from echelon.nn.autograd.generators import torch_readers
 from echelon.nn.batch import part_bounds
 from echelon.nn.draws.sample_draws import EVALUATION, SampleDraws
+from echelon.nn.dropout.mask import noises
 from echelon.nn.dropout.modules import draw_masks_again, key_dropout, keyed_modules
-from echelon.nn.dropout.noise import noises
 from echelon.nn.dropout.training_position import Interception, scope
 from echelon.nn.hashing import hash_of
 from echelon.nn.wrapping import Wrapping

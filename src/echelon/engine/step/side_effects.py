@@ -15,7 +15,7 @@ from echelon.engine.model_checks import is_cut
 from echelon.engine.step.python_state import PythonState
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
-from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.nn.forward_state import BufferSnapshot
 from echelon.parallel.observer import ForwardPass, StepObserver
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan

@@ -33,7 +33,7 @@ from echelon.engine.watch.watch import Watch
 from echelon.errors import UserError
 from echelon.launching import finish_step, start_step
 from echelon.nn.batch import Batch, num_samples
-from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.nn.forward_state import BufferSnapshot
 from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.update.nonfinite import NonfiniteError

@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from echelon.collectives.fingerprint import fingerprint
+from echelon.collectives.agreement import fingerprint
 from echelon.collectives.mesh import Mesh
 from echelon.engine.watch.outside import (
     COPIED_GRADIENT,

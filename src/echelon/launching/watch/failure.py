@@ -100,7 +100,6 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 
 
 def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
-    """Return the failure of a rank whose process ended."""
     names = {each.value: each.name for each in signal.Signals}
     reason = (
         f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"

@@ -26,7 +26,6 @@ class Watch:
 
     @property
     def period(self) -> float | None:
-        """Return how long the parent may wait before it checks again."""
         return None if self._deadline is None else min(self._deadline / 10, 1.0)
 
     @property
@@ -34,7 +33,6 @@ class Watch:
         return f"no rank gave a sign of life for {self._deadline:g} s"
 
     def sign_of_life(self) -> None:
-        """Start to count again."""
         self._last_sign = time.monotonic()
 
     def deadline_passed(self) -> bool:

@@ -44,7 +44,6 @@ class Pulse(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Return whether the rank is inside an operation with other ranks."""
         return self.entered > self.left
 
 
@@ -107,7 +106,6 @@ class Board:
         self._slots = [_open_slot(path, rank) for rank in range(ranks)]
 
     def read(self) -> list[Pulse]:
-        """Return the pulses of all ranks, in rank order."""
         return [_read(slot) for slot in self._slots]
 
 

@@ -90,7 +90,6 @@ class Watchdog:
 
     @property
     def period(self) -> float:
-        """Return the seconds until the next check."""
         return max(min(self._deadline / 10, 1.0), self._ranks / _RANKS_PER_SECOND)
 
     def start(self) -> None:

@@ -25,11 +25,9 @@ _MOST_LARGER = 1.5  # how many times larger a piece may be than what is asked fo
 
 @final
 class HostPool:
-    """Pieces of host memory. `free_bytes`: what the host has left for a new piece; None if it is unknown.
-
-    A piece has one of eight sizes for each power of two, so that batches of other shapes use it again. What
-    is held is at most what was in use at once, of each size.
-    """
+    """Pieces of host memory. `free_bytes`: what the host has left for a new piece; None if it is unknown. A
+    piece has one of eight sizes for each power of two, so that batches of other shapes use it again. What is
+    held is at most what was in use at once, of each size."""
 
     def __init__(self, boundary: HostBoundary, free_bytes: Callable[[], int | None]) -> None:
         self._boundary, self._free_bytes = boundary, free_bytes
@@ -83,11 +81,9 @@ _free_reference = torch.UntypedStorage._free_weak_ref
 @final
 class StepStream:
     """The stream of the step that runs, in whose order activations are allocated, copied and released.
-
     Autograd's saved tensors may be freed by any thread, under any current stream: by the garbage collector,
     or by a caller that held a loss. If a copy were waited for on that stream, the step's own stream could
-    write into memory that the copy still reads. On the CPU there is one order only.
-    """
+    write into memory that the copy still reads. On the CPU there is one order only."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

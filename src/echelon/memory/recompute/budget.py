@@ -124,10 +124,8 @@ _Integers = NDArray[np.int64]
 def choose(
     stages: Sequence[StageCosts], budget: int, *, longest: int | None = None, levels: int = _LEVELS
 ) -> Choice | None:
-    """The choice of least seconds that takes at most `budget` bytes; None if there is none.
-
-    It is never slower than the best uniform split that fits. `longest`: how many layers a segment may have.
-    """
+    """The choice of least seconds that takes at most `budget` bytes; None if there is none. It is never
+    slower than the best uniform split that fits. `longest`: how many layers a segment may have."""
     uniform = list(uniform_choices(stages, longest))
     fitting = [choice for choice in uniform if choice.peak <= budget]
     if uniform[0] in fitting:

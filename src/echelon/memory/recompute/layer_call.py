@@ -18,7 +18,7 @@ from echelon.errors import UserError
 from echelon.memory.recompute.saved_inputs import ArgumentName, Kept, SavedInputs
 from echelon.memory.recompute.second_run import OutputPrint, SecondRunCheck, Surroundings
 from echelon.memory.storages import storages_of, weight_storages
-from echelon.nn.autograd.in_place import enter
+from echelon.nn.autograd.leaves import enter
 from echelon.nn.autograd.saved_tensors import Hooks
 from echelon.nn.autograd.second_run import Tape
 
@@ -68,10 +68,8 @@ class _SavedInput(NamedTuple):
 @final
 class Arguments:
     """The arguments of one call. `keep` is called after the first run, and `rebuild` before the second.
-
     `changed`: the arguments that the layer changes in place, of which copies are taken before it does; None
-    where that is not known yet.
-    """
+    where that is not known yet."""
 
     def __init__(
         self, args: Any, kwargs: Any, previous: Outputs | None, changed: frozenset[int] | None, name: str
@@ -173,10 +171,8 @@ class BuffersBefore(NamedTuple):
 
 @final
 class LayerBuffers:
-    """The buffers of a layer. In the first call all are copied, and then those that it has changed.
-
-    Which they are depends on what trains: a call in a new mode is a first call again.
-    """
+    """The buffers of a layer. In the first call all are copied, and then those that it has changed. Which
+    they are depends on what trains: a call in a new mode is a first call again."""
 
     def __init__(self, modules: Sequence[nn.Module], name: str) -> None:
         self._modules, self._name = [module for module in modules if module._buffers], name

@@ -3,7 +3,7 @@
 The layers of a model that lists none are the units that zero=3 would gather: its own forward calls them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from math import isqrt
@@ -45,10 +45,19 @@ def recompute_layers(
     budgeted: dict[int, BudgetedStage] = {}
     for number, stage in local.stages.items():
         names = _named_layers(stage, plan, [0, *local.boundaries][number])
-        inputs = _make_inputs(mesh, observers)
+        inputs = SavedInputs()
+        if plan.contiguous:
+            inputs = contiguous = ContiguousInputs(mesh.device, inputs)
+            observers.add(contiguous)
+        if plan.checkpoints == "split":
+            inputs = SplitInputs(mesh.group("tensor"), inputs)
         settings = SegmentSettings(mesh.device, view, check, inputs, stage.second_run)
         if plan.recompute.startswith("budget:"):
-            budgeted[number] = _make_budgeted(names, settings, mesh, local.program, number)
+            in_flight = _in_flight(local.program, mesh.group("pipeline").rank, number)
+            if not plan.flushes:  # a step of these begins with a full pipeline
+                in_flight = (local.program.stages - number, 0)
+            layers = list(names), list(names.values())
+            budgeted[number] = BudgetedStage(*layers, settings, _settings(mesh), in_flight)
             continue
         segments = divide(list(names), plan.recompute)
         if backward_follows(local.program, number):
@@ -60,16 +69,6 @@ def recompute_layers(
             each.wrap(wrapping)
         pairs = {number: (each, local.stages[number].module) for number, each in budgeted.items()}
         observers.add(RankBudget(_settings(mesh), pairs, str(plan)))
-
-
-def _make_inputs(mesh: Mesh, observers: Observers) -> SavedInputs:
-    inputs = SavedInputs()
-    if mesh.plan.contiguous:
-        inputs = contiguous = ContiguousInputs(mesh.device, inputs)
-        observers.add(contiguous)
-    if mesh.plan.checkpoints == "split":
-        inputs = SplitInputs(mesh.group("tensor"), inputs)
-    return inputs
 
 
 def _named_layers(stage: Stage, plan: Plan, first: int) -> dict[nn.Module, str]:
@@ -116,16 +115,6 @@ def backward_follows(program: Program, stage: int) -> bool:
             if is_forward and (following.op is Op.FORWARD or following.microbatch != one.microbatch):
                 return False
     return True
-
-
-def _make_budgeted(
-    names: Mapping[nn.Module, str], settings: SegmentSettings, mesh: Mesh, program: Program, stage: int
-) -> BudgetedStage:
-    rank = mesh.group("pipeline").rank
-    in_flight = _in_flight(program, rank, stage)
-    if not mesh.plan.flushes:  # a step of these begins with a full pipeline
-        in_flight = (program.stages - stage, 0)
-    return BudgetedStage(list(names), list(names.values()), settings, _settings(mesh), in_flight)
 
 
 def _settings(mesh: Mesh) -> BudgetSettings:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import gather_rows
+from echelon.collectives.agreement import device_fingerprint, gather_rows
 from echelon.collectives.buffer_layout import ALIGNMENT, round_up
-from echelon.collectives.fingerprint import device_fingerprint
 from echelon.memory.storages import is_dense
 from echelon.nn.autograd.saved_tensors import Hooks, KeptTensor
 from echelon.parallel.observer import StepObserver

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from echelon.collectives.fingerprint import device_fingerprint, measures, near
+from echelon.collectives.agreement import device_fingerprint, measures, near
 from echelon.errors import UserError
 from echelon.nn.autograd.generators import GeneratorStates
 from echelon.nn.batch import tensors_of
 from echelon.nn.dropout.training_position import current, restore
 from echelon.nn.experts import current_recorder, recording
-from echelon.nn.integer_attributes import (
+from echelon.nn.forward_state import (
     ABSENT,
     NumberSlot,
     attributes_as,
@@ -39,16 +39,13 @@ class Surroundings:
 
     def __init__(self, modules: Sequence[nn.Module], settings: "SegmentSettings") -> None:
         self._position = current()
-        self._autocast = _Autocast.current()
+        self._autocast = _autocast_states()
         self._recorder = current_recorder()
         self._modes = _Modes.of(modules)
         self._modules, self._view = modules, settings.view
         self._numbers: Mapping[NumberSlot, Any] = integer_attributes(modules)
         self._length, self._shared = self._view.true_length, self._view.shared
-        self._generators = [
-            GeneratorStates.of_torch(settings.device),
-            GeneratorStates.of_others(modules),
-        ]
+        self._generators = [GeneratorStates.of_torch(settings.device), GeneratorStates.of_others(modules)]
 
     def finish(self) -> None:
         """The first run is over: what it did not change is not needed."""
@@ -60,7 +57,7 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         with ExitStack() as around:
             around.enter_context(restore(self._position))
-            around.enter_context(self._autocast.restored())
+            around.enter_context(_autocast_as(self._autocast))
             around.enter_context(recording(self._recorder))
             around.enter_context(self._modes.restored(self._modules))
             around.enter_context(attributes_as(self._numbers))
@@ -81,30 +78,22 @@ def _drawing_from(states: GeneratorStates) -> Iterator[None]:
         current.restore()
 
 
-class _Autocast(NamedTuple):
-    """For the CPU and for CUDA devices: whether matrices are cast, and to what."""
+Autocast = list[tuple[str, bool, torch.dtype, bool]]  # of each kind of devices
 
-    states: tuple[tuple[str, bool, torch.dtype], ...]
-    has_cache: bool
 
-    @classmethod
-    def current(cls) -> "_Autocast":
-        kinds = ("cpu", "cuda")
-        states = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-        )
-        return cls(states, torch.is_autocast_cache_enabled())
+def _autocast_states() -> Autocast:
+    """For the CPU and for CUDA devices: whether matrices are cast, to what, and whether weights once."""
+    cached = torch.is_autocast_cache_enabled()
+    kinds = ("cpu", "cuda")
+    return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), cached) for k in kinds]
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        if self == _Autocast.current():
-            yield
-            return
-        with ExitStack() as around:
-            for kind, enabled, dtype in self.states:
-                cast = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.has_cache)
-                around.enter_context(cast)
-            yield
+
+@contextmanager
+def _autocast_as(states: Autocast) -> Iterator[None]:
+    with ExitStack() as around:
+        for kind, is_on, dtype, cached in () if states == _autocast_states() else states:
+            around.enter_context(torch.autocast(kind, dtype, enabled=is_on, cache_enabled=cached))
+        yield
 
 
 class _Modes(NamedTuple):

@@ -1,1 +1,1 @@
-"""Weights and settings of transformers: names, dialects, experts."""
+"""Weights and settings of transformers: dialects, config.json, folders."""

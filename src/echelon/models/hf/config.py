@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.models.config import ModelConfig, RopeScaling
-from echelon.models.experts_config import TRAINING_FIELDS, ExpertsConfig
+from echelon.models.config import TRAINING_FIELDS, ExpertsConfig, ModelConfig, RopeScaling
 from echelon.models.hf.dialects import DIALECTS, OWN_TYPE, Dialect, dialect_of
 
 T = TypeVar("T")

@@ -19,9 +19,15 @@ from echelon.models.hf.config import config_from_hf, config_to_hf
 from echelon.models.hf.dialects import OWN_TYPE, dialect_of
 from echelon.models.image.model import load_weights
 from echelon.models.transformer import Transformer
-from echelon.state.weight_files.folder_writer import SHARD_BYTES, write_folder
 from echelon.state.weight_files.layout import WeightLayout, Window, is_same, read_pieces, tensor_errors, whole
-from echelon.state.weight_files.weight_folder import CONFIG, WeightFolder, read_headers, read_json
+from echelon.state.weight_files.weight_folder import (
+    CONFIG,
+    SHARD_BYTES,
+    WeightFolder,
+    read_headers,
+    read_json,
+    write_folder,
+)
 
 
 def load_hf(folder: str | Path) -> Transformer:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.models.experts_config import value_errors
+from echelon.models.config import value_errors
 from echelon.state.weight_files.weight_folder import CONFIG, read_json
 
 ImageFamily = Literal["alexnet", "nin", "overfeat", "vgg16", "inception", "resnet50"]

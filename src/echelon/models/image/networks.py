@@ -89,7 +89,6 @@ class LayerList:
         self._before = []
 
     def conv(self, channels: int, kernel: int, *, stride: int = 1, padding: int = 0) -> None:
-        """Add a layer of a convolution and a ReLU."""
         self.add(Conv(self.channels, channels, kernel, stride, padding), nn.ReLU())
         self.channels = channels
         self._shrink("convolution", kernel, stride, padding)
@@ -107,7 +106,6 @@ class LayerList:
         self._shrink("pooling", kernel, 2, 0, ceil)
 
     def dropout(self) -> None:
-        """End the last layer with a dropout, if the config has one."""
         if self.config.dropout:
             self.layers[-1].append(nn.Dropout(self.config.dropout))
 

@@ -97,7 +97,8 @@ def _torch_generators(device: torch.device) -> Iterator[_Generator]:
 
 def _other_generators() -> Iterator[_Generator]:
     yield _Generator("random", random.getstate, random.setstate, random.seed)
-    yield _Generator("numpy.random", _NUMPY.read, numpy.random.set_state, _seed_numpy)
+    state = _NUMPY.read, numpy.random.set_state
+    yield _Generator("numpy.random", *state, lambda number: numpy.random.seed(_words(number)))
 
 
 class _NumpyState:
@@ -176,10 +177,6 @@ def _generator(value: Any) -> _Generator:
         lambda state: setattr(bits, "state", state),
         lambda seed: setattr(bits, "state", type(bits)(seed).state),
     )
-
-
-def _seed_numpy(number: int) -> None:
-    numpy.random.seed(_words(number))
 
 
 def _words(number: int) -> list[int]:

@@ -9,9 +9,9 @@ in another way is another.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 T = TypeVar("T")
 
@@ -23,17 +23,13 @@ class Tape:
     def __init__(self) -> None:
         self._results: list[Any] = []
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
+    def record(self) -> AbstractContextManager[None]:
         """Record the first run inside."""
-        with _reading(_Reader(self._results, None)):
-            yield
+        return _reading(_Reader(self._results, None))
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> AbstractContextManager[None]:
         """Replay the results in the second run inside, which may be in another thread."""
-        with _reading(_Reader(self._results, iter(self._results))):
-            yield
+        return _reading(_Reader(self._results, iter(self._results)))
 
 
 class TapeEndedError(Exception):
@@ -43,9 +39,9 @@ class TapeEndedError(Exception):
 _END: Any = object()
 
 
-class _Reader:
-    def __init__(self, results: list[Any], replayed: Iterator[Any] | None) -> None:
-        self.results, self.replayed = results, replayed
+class _Reader(NamedTuple):
+    results: list[Any]
+    replayed: Iterator[Any] | None
 
 
 _READER: ContextVar[_Reader | None] = ContextVar("echelon.nn.autograd.second_run", default=None)

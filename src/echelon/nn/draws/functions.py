@@ -291,17 +291,9 @@ _functional: Any = F  # also its private functions
 BODIES: dict[Callable[..., Any], Callable[..., Any]] = {
     function: _without_question(function)
     for function in (
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-        F.gumbel_softmax,
-        F.rrelu,
-        F.multi_head_attention_forward,
-        F.fractional_max_pool2d_with_indices,
-        F.fractional_max_pool3d_with_indices,
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(F.gumbel_softmax, F.rrelu, F.multi_head_attention_forward),
+        *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices),
     )
 } | {
     F.fractional_max_pool2d: _without_question(_functional._fractional_max_pool2d),

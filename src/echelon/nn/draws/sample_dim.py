@@ -32,10 +32,8 @@ Key = tuple[TrainingPosition, int | Tensor, nn.Module | None]
 
 
 class SampleDim(NamedTuple):
-    """The dim of a tensor that counts samples, the first of which has this number in the global batch.
-
-    The dim may have several rows of each sample, those of a sample one after the other.
-    """
+    """The dim of a tensor that counts samples, the first of which has this number in the global batch. The
+    dim may have several rows of each sample, those of a sample one after the other."""
 
     dim: int
     samples: int

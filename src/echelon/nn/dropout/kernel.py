@@ -64,17 +64,11 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
     key = signed_key(draw.key)
     if isinstance(key, Tensor) and key.device != x.device:
         key = int(key)
+    indices = None if draw.indices is None else draw.indices.to(x.device).contiguous()
+    bits: int = struct.unpack("<q", struct.pack("<d", draw.scale))[0]
     with on_device_of(x):
         _drop[grid](
-            output,
-            x,
-            key,
-            first,
-            None if draw.indices is None else draw.indices.to(x.device).contiguous(),
-            threshold(draw.p),
-            _bits_of_double(draw.scale),
-            *runs,
-            num_tiles,
+            *(output, x, key, first, indices, threshold(draw.p), bits, *runs, num_tiles),
             whole_words=runs.has_whole_words,
             is_double=x.dtype == torch.float64,
             key_on_device=isinstance(key, Tensor),
@@ -85,7 +79,7 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
 
 
 @triton.jit
-def _mix(number):  # type: ignore[no-untyped-def]
+def mix(number):  # type: ignore[no-untyped-def]
     """Hash unsigned numbers: splitmix64."""
     number ^= number >> _SHIFT_1
     number *= _FACTOR_1
@@ -121,14 +115,14 @@ def _drop(  # type: ignore[no-untyped-def]
     run, sample = row % num_runs, row // num_runs
     first = tl.load(first_sample) if first_on_device else first_sample
     number = tl.load(key) if key_on_device else key
-    sample_key = _mix(_unsigned(number) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
+    sample_key = mix(_unsigned(number) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
 
     outer = run // inner
     outer = outer.to(tl.int64) if indices is None else tl.load(indices + outer).to(tl.int64)
     begin = ((outer * inner + run % inner) * ranks + rank) * length
     first_word = (begin >> 1) + tile.to(tl.int64) * words
     counters = _unsigned(first_word) * _WEYL + tl.arange(0, words).to(tl.uint64) * _WEYL
-    hashes = _mix(sample_key + counters)
+    hashes = mix(sample_key + counters)
     bits = tl.interleave(hashes.to(tl.int32), (hashes >> 32).to(tl.int32))
 
     offsets = tile * (2 * words) + tl.arange(0, 2 * words)
@@ -150,8 +144,3 @@ def _drop(  # type: ignore[no-untyped-def]
 def _unsigned(number):  # type: ignore[no-untyped-def]
     """Return the same 64 bits; an argument may have come as 32 of them."""
     return number.to(tl.int64).to(tl.uint64)
-
-
-def _bits_of_double(number: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits

@@ -1,4 +1,4 @@
-"""The mask of dropout, a pure function of seed, step, layer, sample and position; and its application.
+"""Masks of dropout, pure functions of seed, step, layer, sample and position; and noise that is keyed alike.
 
 Each hash (hashing.py) serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³². Where
 Triton is installed, `kernel` computes the same bits on a CUDA device in one pass, with nothing kept for the
@@ -10,16 +10,20 @@ backward pass but what decides the mask:
 Elsewhere a mask costs more to compute than to keep, and `modules` multiplies by it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from echelon.nn.hashing import WEYL, mix_, moved, signed, signed_key
+from echelon.errors import UserError
+from echelon.nn.dropout.training_position import check_samples, next_use
+from echelon.nn.hashing import WEYL, hash_text, mix_, moved, signed, signed_key
 from echelon.nn.triton_support import has_triton
+from echelon.nn.wrapping import Wrapping
 
 
 class Runs(NamedTuple):
@@ -100,8 +104,9 @@ def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Ten
         hashes = mix_(keys[rows, None] + counters[columns])
         halves = slice(columns.start * _PER_WORD, columns.stop * _PER_WORD)
         torch.lt(hashes.view(torch.int32), threshold(draw.p), out=kept[rows, halves])
-    if numbers is not None:
-        kept = _own_halves(kept, numbers)
+    if numbers is not None:  # each element has a hash of its own, of which one half is its own
+        by_hash = kept.view(len(kept), -1, _PER_WORD)
+        kept = by_hash.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
     return kept[:, : runs.num_runs * runs.length].reshape(*shape)
 
 
@@ -116,11 +121,8 @@ def _tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slic
 
 
 def _words(runs: Runs, indices: Tensor | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    """Return the numbers of the hashes that decide the elements of a sample, in order.
-
-    Where elements do not come in whole words, each has a hash of its own. Then the second result is the
-    numbers of the elements.
-    """
+    """Return the numbers of the hashes that decide the elements of a sample, in order. Where elements do not
+    come in whole words, each has a hash of its own. Then the second result is the numbers of the elements."""
     if runs.num_runs == 1 and runs.rank == 0 and indices is None:
         return torch.arange(-(-runs.length // _PER_WORD), device=device), None
     begins = _begins(runs, indices, device)
@@ -137,12 +139,6 @@ def _begins(runs: Runs, indices: Tensor | None, device: torch.device | str) -> T
     outer = number // max(1, runs.inner)
     outer = outer if indices is None else indices.to(device)[outer]
     return ((outer * runs.inner + number % max(1, runs.inner)) * runs.ranks + runs.rank) * runs.length
-
-
-def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
-    """Take the half of each hash that belongs to its element, where each element has a hash of its own."""
-    halves = kept.view(len(kept), -1, _PER_WORD)
-    return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
 def sample_keys(key: int | Tensor, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
@@ -207,3 +203,85 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> Tensor:
             kernel.drop_into(target, x.contiguous(), draw)
             return output if target is output else output.copy_(target)
     return torch.mul(x, mask_of(draw, x.shape, x.device), out=output).mul_(draw.scale)
+
+
+# Random numbers for modules that draw by themselves (gates of experts), keyed as masks of dropout are.
+#
+# A module that draws has an attribute `noise`. `key_dropout` gives it the module's name; then its numbers
+# depend on seed, step, name, sample and position, and not on the plan.
+
+
+_MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
+
+
+@final
+class KeyedNoise:
+    """Numbers for elements [samples, positions, …] of one module. Outside every scope torch draws them."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None  # where it has one, numbers are drawn from the open scope
+
+    def normal(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Draw from N(0, 1), in the type and on the device of `like`. `positions`: those of the whole sample
+        that dim 1 has; None: all of them."""
+        # u is never 0 or 1, so no number is infinite: 32 bits reach ±6.3.
+        return self._draw(shape, like, positions).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2)).to(like.dtype)
+
+    def uniform(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Draw uniform numbers of (0, 1); see `normal`."""
+        below_one = 1 - torch.finfo(like.dtype).eps / 2  # to which float32 rounds what is nearer to 1
+        return self._draw(shape, like, positions).to(like.dtype).clamp_max_(below_one)
+
+    def _draw(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
+        """Draw multiples of 2⁻³², and half of that more; in float64. Not for compiled code."""
+        layer = None if self.name is None else hash_text(self.name)
+        use_of_scope = None if layer is None else next_use(layer)
+        if layer is None or use_of_scope is None:
+            self._refuse_recomputation()
+            bits = torch.randint(2**32, tuple(shape), device=like.device)
+            return bits.double().add_(0.5).mul_(2.0**-32)
+        position, use = use_of_scope
+        check_samples(f"noise of {self.name or 'the model'}", shape)
+        key = position.key(layer, use)
+        return _keyed(sample_keys(key, position.first_sample, shape[0], like.device), shape, positions)
+
+    def _refuse_recomputation(self) -> None:
+        """Refuse a second draw in a backward pass: it would differ from the first, and gradients be wrong."""
+        if self.name is not None and torch._C._current_graph_task_id() != -1:
+            raise UserError(
+                f"noise of {self.name or 'the model'} is drawn again in the backward pass, where its "
+                "position in the training is not known (torch.utils.checkpoint?): do not checkpoint it "
+                "(recompute=full replays noise), or leave noise to torch with parallelize(seed=None)"
+            )
+
+
+def _keyed(keys: Tensor, shape: Sequence[int], positions: Tensor | None) -> Tensor:
+    """Draw numbers of samples with these keys; `positions` are those of dim 1."""
+    columns = math.prod(shape[2:])
+    drawn = torch.empty(shape[0], shape[1] * columns, dtype=torch.float64, device=keys.device)
+    width = max(1, min(drawn.shape[1], _MOST_HASHES))
+    height = _MOST_HASHES // width
+    for left in range(0, drawn.shape[1], width):
+        counters = torch.arange(left, min(left + width, drawn.shape[1]), device=keys.device)
+        if positions is not None:
+            here = positions.to(keys.device)[counters.div(columns, rounding_mode="floor")]
+            counters = here.mul_(columns).add_(counters.remainder_(columns))
+        counters.mul_(signed(WEYL))
+        for top in range(0, shape[0], height):
+            hashes = mix_(keys[top : top + height, None] + counters)
+            high = (hashes >> 32).bitwise_and_(2**32 - 1)
+            drawn[top : top + height, left : left + width] = high.double().add_(0.5).mul_(2.0**-32)
+    return drawn.view(tuple(shape))
+
+
+def noises(model: nn.Module) -> dict[str, KeyedNoise]:
+    """Return the noise of every module of `model` that has one, by the module's name in it."""
+    found = {name: getattr(module, "noise", None) for name, module in model.named_modules()}
+    return {name: noise for name, noise in found.items() if isinstance(noise, KeyedNoise)}
+
+
+def key_noise(model: nn.Module, wrapping: Wrapping) -> None:
+    """Let all noise of a whole model draw from the open scope. The first name stays, as with dropout."""
+    for name, noise in noises(model).items():
+        if noise.name is None:
+            wrapping.assign(noise, "name", name)

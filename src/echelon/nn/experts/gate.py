@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
-from echelon.nn.dropout.noise import KeyedNoise
+from echelon.nn.dropout.mask import KeyedNoise
 from echelon.nn.tracing import untraced
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.nn.dropout.noise import KeyedNoise
+from echelon.nn.dropout.mask import KeyedNoise
 from echelon.nn.experts.gate import Gate, Routing, as_samples, router_dtype, size_errors, weight_errors
 from echelon.nn.experts.routing import Choice, cv_squared, finish, largest, router_logits, z_row
 

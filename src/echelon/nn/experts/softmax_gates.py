@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.nn.autograd.second_run import once
-from echelon.nn.dropout.noise import KeyedNoise
+from echelon.nn.dropout.mask import KeyedNoise
 from echelon.nn.dropout.training_position import check_samples
 from echelon.nn.experts.gate import (
     Gate,

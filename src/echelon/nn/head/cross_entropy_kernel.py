@@ -27,28 +27,16 @@ def lose(
     *,
     with_gradient: bool,
 ) -> None:
-    """Write the loss of each row of logits [tokens, columns], and the gradient in place of the logits.
-
-    The first columns are words, the others −inf: of a multiple of 16 Triton reads 16 bytes at a time.
-    """
+    """Write the loss of each row of logits [tokens, columns], and the gradient in place of the logits. The
+    first columns are words, the others −inf: of a multiple of 16 Triton reads 16 bytes at a time."""
     targets = targets.contiguous()
     sizes = (logits.stride(0), logits.shape[1], ignored)
     options = {"tile_size": _TILE, "num_warps": _WARPS}
     grid = (len(logits),)
     with on_device_of(logits):
         if part is None:
-            _lose[grid](
-                logits,
-                targets,
-                losses,
-                *sizes,
-                words,
-                1.0 - smoothing,
-                smoothing / words,
-                smooths=smoothing > 0,
-                with_gradient=with_gradient,
-                **options,
-            )
+            arguments = (logits, targets, losses, *sizes, words, 1.0 - smoothing, smoothing / words)
+            _lose[grid](*arguments, smooths=smoothing > 0, with_gradient=with_gradient, **options)
             return
         numbers = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         _add_up[grid](logits, targets, numbers[0], numbers[1], *sizes, part.begin, words, **options)

@@ -1,7 +1,7 @@
 """Logits that wait: what the head returns in a step whose loss is a cross entropy that the engine knows.
 
     head(h)                  DeferredLogits, no values: h and the matrix are remembered
-    fused_cross_entropy      computed with the matrix, chunk by chunk (linear_cross_entropy.py): never whole
+    fused_cross_entropy      computed with the matrix, chunk by chunk (nn/losses.py): never whole
     any function of torch    gets the logits, computed now: as if they had been there
 
 One node of autograd stands where the matrix product would, so that hooks on the head's output see its
@@ -18,7 +18,7 @@ In the memory of deferred logits is one number, NaN: what reads them past torch'
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast, final
+from typing import Any, Protocol, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
-from echelon.nn.autograd.attributes import FUNCTIONS_WITHOUT_VALUES
-from echelon.nn.head.linear_cross_entropy import Wanted, linear_cross_entropy
-from echelon.nn.losses import IGNORED_TARGET, VocabularyPart
+from echelon.nn.losses import IGNORED_TARGET, VocabularyPart, Wanted, linear_cross_entropy
+from echelon.nn.tracing import FUNCTIONS_WITHOUT_VALUES, is_transformed
+from echelon.nn.wrapping import Wrapper, has_entry, replaced_forward
 
 
 @final
@@ -100,16 +100,9 @@ def defer(
 ) -> Tensor:
     """Stand for F.linear(hidden, weight, bias); of a `part` of a vocabulary, with padding at −inf."""
     tracks = torch.is_grad_enabled()
-    product = _Product(
-        hidden.detach(),
-        weight,
-        bias,
-        part,
-        Wanted(*(tracks and t is not None and t.requires_grad for t in (hidden, weight, bias))),
-        hidden._version,
-        tracks,
-        torch.zeros((), dtype=hidden.dtype, device=hidden.device),
-    )
+    wanted = Wanted(*(tracks and t is not None and t.requires_grad for t in (hidden, weight, bias)))
+    nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+    product = _Product(hidden.detach(), weight, bias, part, wanted, hidden._version, tracks, nothing)
     function: Any = _Deferred
     logits = cast(DeferredLogits, function.apply(hidden, weight, bias, product))
     logits.product, logits.computed = product, None
@@ -289,3 +282,85 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         made = (_scaled(each, gradient) for each in ctx.made)
         return ctx.product.send(_FusedLoss, made, ctx.shape), None, None, None, None
+
+
+# The head of a model: its logits wait for the loss where nothing else reads them.
+
+# Columns from which logits are large beside the hidden states: the head is a vocabulary, not some classes.
+_LEAST_COLUMNS = 1024
+_OTHERS = ("float64", "expert", "float8")  # entries that compute something else
+_LOW = (torch.bfloat16, torch.float16)  # above, losses are those of plain torch to the last bit
+
+
+@dataclass
+class Deferral:
+    """Whether logits may wait now: in a forward pass whose output goes to a loss that the engine knows, and
+    to nothing else. `differentiates`: and back; a part without gradients is then a checkpoint's."""
+
+    is_allowed: bool = False
+    differentiates: bool = False
+
+
+class SplitHead(Protocol):
+    """A head of which this rank has some of the columns."""
+
+    def enter(self, x: Tensor) -> Tensor: ...
+
+    def part(self) -> VocabularyPart | None: ...
+
+
+@final
+class DeferredHead(Wrapper):
+    """The last linear layer of a model below float32."""
+
+    entry = "head"
+
+    def __init__(
+        self, module: nn.Module, deferral: Deferral, *, compiled: bool, split: SplitHead | None = None
+    ) -> None:
+        """`compiled`: the layer that it is in is. The logits that wait stay outside of its graph."""
+        super().__init__(module)
+        self._deferral, self._compiled, self._split = deferral, compiled, split
+        self._call = self._make_call()
+
+    def _make_call(self) -> Callable[..., Any]:
+        # Made before a graph is recorded: what is assigned in the middle of one is assigned too late.
+        return torch.compiler.disable(self._run) if self._compiled else self._run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._deferral.is_allowed and not kwargs and len(args) == 1 and self._suits(args[0]):
+            weight, bias = cast(Any, self.module.weight), cast(Any, self.module.bias)
+            if self._split is None:
+                return defer(args[0], weight, bias)
+            return defer(self._split.enter(args[0]), weight, bias, self._split.part())
+        return self.inner(*args, **kwargs)
+
+    def _suits(self, hidden: Any) -> bool:
+        weight: Any = self.module.weight
+        if type(hidden) is not Tensor or hidden.dim() < 2:
+            return False
+        if torch.is_grad_enabled() != self._deferral.differentiates:
+            return False
+        if hidden.dtype not in _LOW or hidden.dtype != weight.dtype or is_transformed():
+            return False
+        return not torch.is_autocast_enabled(hidden.device.type)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._call = self._make_call()
+
+
+def find_head(module: nn.Module) -> nn.Linear | None:
+    """Return the last linear layer of a module, if it has a vocabulary of outputs and its class's forward."""
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    head = linears[-1] if linears else None
+    if head is None or head.out_features < _LEAST_COLUMNS or type(head).forward is not nn.Linear.forward:
+        return None
+    is_changed = replaced_forward(head) is not None or any(has_entry(head, name) for name in _OTHERS)
+    return None if is_changed else head

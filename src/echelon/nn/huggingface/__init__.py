@@ -4,8 +4,7 @@ families        models as lists of layers, known by their class
 layers          the wrappers around a model's own modules that are listed
 inputs          the arguments of a forward, for layers
 modules         properties of single modules: storage, randomness, precision
-adapters        models inside of adapters of peft
-adapter_weights adapters in files, and merged
+adapters        models inside of adapters of peft; adapters in files, and merged
 tensor_tables   how tensor parallelism splits each family
 weight_layouts  folders with the weights of any model
 own_loss        losses that models compute themselves

@@ -11,18 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from echelon.nn.huggingface.layers import (
-    BloomInputs,
-    DecoderLayer,
-    Embedding,
-    EncoderHead,
-    EncoderLayer,
-    FalconInputs,
-    Head,
-    ImageEmbedding,
-    LayerInputs,
-    TextEmbedding,
-)
+from echelon.nn.huggingface import layers
+from echelon.nn.huggingface.layers import LayerInputs
 from echelon.nn.huggingface.modules import is_of_transformers
 from echelon.nn.wrapping import replaced_forward
 
@@ -49,11 +39,8 @@ class Family(NamedTuple):
     inputs: type[LayerInputs] = LayerInputs  # what decoder layers take beside hidden states
 
 
-_PAST, _MOE, _CROSS = (
-    "CausalLMOutputWithPast",
-    "MoeCausalLMOutputWithPast",
-    "CausalLMOutputWithCrossAttentions",
-)
+_PAST, _MOE = "CausalLMOutputWithPast", "MoeCausalLMOutputWithPast"
+_CROSS = "CausalLMOutputWithCrossAttentions"
 _GPT2 = Names("wte", "wpe", "drop", "h", "ln_f")
 _NEOX = Names("embed_in", after="emb_dropout", norm="final_layer_norm")
 _FALCON = Names("word_embeddings", blocks="h", norm="ln_f")
@@ -73,8 +60,8 @@ FAMILIES = {
     "OlmoForCausalLM": Family("model", _PAST),
     "Olmo2ForCausalLM": Family("model", _PAST),
     "GPTNeoXForCausalLM": Family("gpt_neox", _PAST, "", _NEOX),
-    "FalconForCausalLM": Family("transformer", _CROSS, "", _FALCON, FalconInputs),
-    "BloomForCausalLM": Family("transformer", _CROSS, "", _BLOOM, BloomInputs),
+    "FalconForCausalLM": Family("transformer", _CROSS, "", _FALCON, layers.FalconInputs),
+    "BloomForCausalLM": Family("transformer", _CROSS, "", _BLOOM, layers.BloomInputs),
     "DeepseekV2ForCausalLM": Family("model", _MOE),
     "DeepseekV3ForCausalLM": Family("model", _MOE),
 }
@@ -117,6 +104,10 @@ def find_encoder(model: nn.Module) -> Encoder | None:
     return _find(model, ENCODERS)
 
 
+def find_known(model: nn.Module) -> Family | Encoder | None:
+    return find_family(model) or find_encoder(model)
+
+
 def _find(model: nn.Module, known: Mapping[str, Known]) -> Known | None:
     own: Any = type(model)
     for cls in own.__mro__:
@@ -150,7 +141,7 @@ def reason_not_listed(model: Any) -> str:
     from transformers import __version__
     from transformers.masking_utils import create_causal_mask
 
-    config, family = model.config, find_family(model) or find_encoder(model)
+    config, family = model.config, find_known(model)
     assert family is not None
     modules = {"": model, f"{family.trunk}.": getattr(model, family.trunk)}
     replaced = [f"{name}forward" for name, module in modules.items() if _has_other_forward(module)]
@@ -197,29 +188,24 @@ def layers_of(model: Any, family: Family | Encoder) -> list[nn.Module]:
     """List the embedding, every layer, the head."""
     from transformers import modeling_outputs
 
-    trunk, config, output = (
-        getattr(model, family.trunk),
-        model.config,
-        getattr(modeling_outputs, family.output),
-    )
+    trunk, config = getattr(model, family.trunk), model.config
+    output = getattr(modeling_outputs, family.output)
     if isinstance(family, Encoder):
-        embedding = ImageEmbedding if model.main_input_name == "pixel_values" else TextEmbedding
+        embedding = layers.ImageEmbedding if model.main_input_name == "pixel_values" else layers.TextEmbedding
         blocks = attrgetter(family.blocks)(trunk)
         head = [attrgetter(name)(model) for name in family.head]
         return [
             embedding(trunk.embeddings),
-            *(EncoderLayer(block, config) for block in blocks),
-            EncoderHead(head, output, takes_first=family.takes_first),
+            *(layers.EncoderLayer(block, config) for block in blocks),
+            layers.EncoderHead(head, output, takes_first=family.takes_first),
         ]
     parts: list[Any] = [getattr(trunk, name) if name else None for name in family.names]
     first, positions, after, blocks, norm = parts
     if family.trunk == "model":
         blocks = blocks[: config.num_hidden_layers]
-    middle = [
-        DecoderLayer(block, _inputs(trunk, config, family, index)) for index, block in enumerate(blocks)
-    ]
+    middle = [layers.DecoderLayer(each, _inputs(trunk, config, family, i)) for i, each in enumerate(blocks)]
     cap = getattr(config, "final_logit_softcapping", None)
-    return [Embedding(first, positions, after), *middle, Head(norm, model.lm_head, output, cap)]
+    return [layers.Embedding(first, positions, after), *middle, layers.Head(norm, model.lm_head, output, cap)]
 
 
 def _inputs(trunk: Any, config: Any, family: Family, index: int) -> LayerInputs:

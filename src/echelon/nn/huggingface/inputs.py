@@ -35,13 +35,20 @@ def layer_inputs(arguments: Mapping[str, Any], targets: Any, *, context: int) ->
         _refuse(sorted(given), has_tokens=isinstance(tokens, Tensor))
     shared: dict[str, Any] = {}
     if mask is not None and not _is_all_ones(mask):
-        _check_mask(mask, tokens)
+        _check_shape(MASK, mask, tokens, _MASK_FIX)
         if context > 1:
             _check_padding(mask, targets, context)
         else:
             shared[MASK] = mask
     if positions is not None:
-        _check_positions(positions, tokens, context)
+        _check_shape(
+            POSITIONS, positions, tokens, "they must have the same shape; expand them to one row per sample"
+        )
+        if context > 1:
+            raise UserError(
+                f"{POSITIONS} with context={context}: ranks that share a sequence count its positions "
+                "themselves; drop them, or use context=1"
+            )
         shared |= {POSITIONS: positions, CACHE: False}  # for the model's own forward, if that is called
     return Inputs(tokens).for_layers(shared)
 
@@ -66,21 +73,22 @@ def _is_all_ones(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.is_cpu and bool(mask.all())
 
 
-def _check_mask(mask: Any, tokens: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
-        form = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise UserError(
-            f"{MASK} is {form} and {_TOKENS} {list(tokens.shape)}: where a model runs layer by layer, they "
-            "must have the same shape, [samples, positions], with 0 at padding; masks of more dims need a "
-            "plan that calls the model's own forward (zero=0, without pipeline, sequence and context)"
-        )
+_MASK_FIX = (
+    "where a model runs layer by layer, they must have the same shape, [samples, positions], with 0 at "
+    "padding; masks of more dims need a plan that calls the model's own forward (zero=0, without pipeline, "
+    "sequence and context)"
+)
+
+
+def _check_shape(name: str, value: Any, tokens: Tensor, fix: str) -> None:
+    if not isinstance(value, Tensor) or value.shape != tokens.shape:
+        form = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"{name} is {form} and {_TOKENS} {list(tokens.shape)}: {fix}")
 
 
 def _check_padding(mask: Tensor, targets: Any, context: int) -> None:
-    """Refuse padding that positions could see, where ranks share a sequence.
-
-    Attention is causal: padding at the end is seen by padding alone. What is computed there must not count.
-    """
+    """Refuse padding that positions could see, where ranks share a sequence. Attention is causal: padding at
+    the end is seen by padding alone. What is computed there must not count."""
     reason = _reason_of_padding(mask, targets)
     if reason:
         raise UserError(
@@ -99,17 +107,3 @@ def _reason_of_padding(mask: Tensor, targets: Any) -> str:
     if not is_labelled or bool((targets[padding] != IGNORED_TARGET).any()):
         return "some of it has labels that count"
     return ""
-
-
-def _check_positions(positions: Any, tokens: Tensor, context: int) -> None:
-    if not isinstance(positions, Tensor) or positions.shape != tokens.shape:
-        form = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
-        raise UserError(
-            f"{POSITIONS} is {form} and {_TOKENS} {list(tokens.shape)}: they must have the same shape; "
-            "expand them to one row per sample"
-        )
-    if context > 1:
-        raise UserError(
-            f"{POSITIONS} with context={context}: ranks that share a sequence count its positions "
-            "themselves; drop them, or use context=1"
-        )

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError, raise_errors
 from echelon.nn.huggingface.inputs import MASK
+from echelon.nn.huggingface.modules import rope_types
 from echelon.nn.sequence import POSITIONS, WHOLE, View, repeat_last
 
 
 class LayerInputs:
-    """The arguments of a decoder layer beside its hidden states.
-
-    It is no module, so that no stage owns the rotary frequencies: all ranks keep these constants.
-    """
+    """The arguments of a decoder layer beside its hidden states. It is no module, so that no stage owns the
+    rotary frequencies: all ranks keep these constants."""
 
     masks_take_positions = True  # positions that start again separate sequences in a row
 
@@ -53,9 +52,7 @@ class LayerInputs:
         # Only the shape of `inputs_embeds` counts.
         shaped = x[:, :, :1].repeat(1, view.stretch, 1) if view.stretch > 1 else x
         given: dict[str, Any] = dict(options)
-        if (
-            POSITIONS in view.shared and self.masks_take_positions
-        ):  # several sequences in a row are told apart by them
+        if POSITIONS in view.shared and self.masks_take_positions:  # which tell sequences in a row apart
             given["position_ids"] = repeat_last(view.shared[POSITIONS], shaped.shape[1])
         if MASK in view.shared:  # and there is padding: to look for some would stop the host
             given["allow_is_causal_skip"] = False
@@ -138,6 +135,9 @@ def modules_outside(layer: nn.Module) -> set[nn.Module]:
 # Decoder layers whose attention has biases by distance (Bloom, Falcon).
 
 
+_NO_CACHE: dict[str, Any] = {"layer_past": None, "use_cache": False}
+
+
 class BloomInputs(LayerInputs):
     """Biases and a mask; no positions."""
 
@@ -146,12 +146,7 @@ class BloomInputs(LayerInputs):
     def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
         refuse_shared(self.config, view)
         biases = _biases("bloom", x, self.config.n_head, view)
-        return {
-            "alibi": biases,
-            "attention_mask": self._mask(x, view),
-            "layer_past": None,
-            "use_cache": False,
-        }
+        return _NO_CACHE | {"alibi": biases, "attention_mask": self._mask(x, view)}
 
 
 class FalconInputs(LayerInputs):
@@ -161,15 +156,14 @@ class FalconInputs(LayerInputs):
 
     def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
         refuse_shared(self.config, view)
-        common = {"layer_past": None, "use_cache": False}
         if self.config.alibi:
             biases = _biases("falcon", x, self.config.num_attention_heads, view)
             biases = biases.reshape(x.shape[0], -1, *biases.shape[1:])
-            return common | {"alibi": biases, "attention_mask": self._biased_mask(x, view, biases)}
+            return _NO_CACHE | {"alibi": biases, "attention_mask": self._biased_mask(x, view, biases)}
         positions = positions_of(view, x.shape[1] * view.stretch, x.device)
         rotated = self.rotary(x, position_ids=positions)
         mask = self._mask(x, view, allow_is_causal_skip=False)
-        return common | {"alibi": None, "attention_mask": mask, "position_embeddings": rotated}
+        return _NO_CACHE | {"alibi": None, "attention_mask": mask, "position_embeddings": rotated}
 
     def _biased_mask(self, x: Tensor, view: View, biases: Tensor) -> Tensor:
         mask, lowest = self._mask(x, view, allow_is_causal_skip=False), torch.finfo(x.dtype).min
@@ -287,10 +281,8 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [batch, heads, …] in, [batch, sequence, heads, width] out.
-
-    Values may have another width than queries and keys (DeepSeek): zeros fill up the narrower ones.
-    """
+    """Attention as transformers calls it: [batch, heads, …] in, [batch, sequence, heads, width] out. Values
+    may have another width than queries and keys (DeepSeek): zeros fill up the narrower ones."""
     if softcap is not None:
         raise UserError(
             f"attention whose scores are capped (attn_logit_softcapping={softcap}) cannot share its sequence "
@@ -341,14 +333,7 @@ def check_shared_sequence(block: Any, config: Any, window: int | None, length: i
     errors += [
         f"rope_type={kind} depends on the last position, which differs between ranks; use another rope_type, "
         "or context=1"
-        for kind in _rope_types(config)
+        for kind in rope_types(getattr(config, "rope_parameters", None))
         if kind in ("dynamic", "longrope")
     ]
     raise_errors(f"{type(block).__name__} with its sequence over {view.parts} ranks", errors)
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary positions, of all layers or of each kind of them."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return {each["rope_type"] for each in kinds if "rope_type" in each}

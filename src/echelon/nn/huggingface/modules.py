@@ -1,6 +1,6 @@
 """Properties of single modules of transformers that their class or their attributes show."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import getsource, signature
 from typing import Any
 
@@ -53,14 +53,7 @@ def rms_epsilon(module: Any) -> float | None:
 
 
 # Gemma's multiply by 1 + weight.
-_PLAIN_RMS_NORMS = (
-    "LlamaRMSNorm",
-    "MistralRMSNorm",
-    "Olmo2RMSNorm",
-    "Olmo3RMSNorm",
-    "OlmoeRMSNorm",
-    "Qwen3RMSNorm",
-)
+_PLAIN_RMS_NORMS = {f"{name}RMSNorm" for name in ("Llama", "Mistral", "Olmo2", "Olmo3", "Olmoe", "Qwen3")}
 
 
 def draws_by_function(module: Any) -> bool:
@@ -86,10 +79,8 @@ def _rates(module: Any) -> dict[str, float]:
 
 
 def _reads_only_rate(attention: Any, name: str) -> bool:
-    """Return True if attention reads the rate of its dropout module, and does not call the module.
-
-    GPT-2's does, unless it computes in the order of Megatron; Falcon's, unless it is "eager" or has no alibi.
-    """
+    """Return True if attention reads the rate of its dropout module, and does not call the module. GPT-2's
+    does, unless it computes in the order of Megatron; Falcon's, unless it is "eager" or has no alibi."""
     if name == "attn_dropout":
         is_reordered = bool(getattr(attention, "reorder_and_upcast_attn", False))
         return not (is_reordered and attention.config._attn_implementation == "eager")
@@ -151,3 +142,10 @@ def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def has_cache(arguments: Iterable[Any]) -> bool:
     """Return True if one of the arguments of a layer is a cache."""
     return any(type(each).__module__ == "transformers.cache_utils" for each in arguments)
+
+
+def rope_types(parameters: Mapping[str, Any] | None) -> set[str]:
+    """Return the kinds of rotary positions in `rope_parameters`: of all layers, or of each kind of them."""
+    rope = parameters or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {each["rope_type"] for each in kinds if "rope_type" in each}

@@ -33,10 +33,8 @@ _ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
 
 
 def is_plain_causal_loss(model: Any) -> bool:
-    """Return True if the model's own loss is a function of its logits and the next labels, and no more.
-
-    Then it can be computed wherever the logits are: the last stage of a pipeline, a part of the vocabulary.
-    """
+    """Return True if the model's own loss is a function of its logits and the next labels, and no more. Then
+    it can be computed wherever the logits are: the last stage of a pipeline, a part of the vocabulary."""
     kind: Any = type(model)
     if not is_pretrained(model) or replaced_forward(model) is not None or not shifts_labels(model):
         return False
@@ -49,10 +47,8 @@ def is_plain_causal_loss(model: Any) -> bool:
 
 
 def gate_loss_coefficients(model: Any) -> dict[str, float]:
-    """Return the coefficients of gate losses in the model's own: none, unless it outputs router logits.
-
-    Such a loss is no mean over labels: fractions of tokens times mean probabilities, of what one call sees.
-    """
+    """Return the coefficients of gate losses in the model's own: none, unless it outputs router logits. Such
+    a loss is no mean over labels: fractions of tokens times mean probabilities, of what one call sees."""
     if not is_pretrained(model) or "aux_loss" not in _source(type(model).forward):
         return {}
     configs = [model.config, model.config.get_text_config(decoder=True)]
@@ -113,9 +109,7 @@ def causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def unsplit_causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the same of whole logits, also where ranks could each keep a part of the vocabulary.
-
-    transformers rounds logits to float32. In a float64 training only the same rounding gives its loss.
-    """
+    transformers rounds logits to float32. In a float64 training only the same rounding gives its loss."""
     return causal_cross_entropy(output, targets)
 
 

@@ -11,10 +11,17 @@ from echelon.errors import UserError
 
 Table = Mapping[str, str]
 
+# Of models whose trunk is called `model`.
+_TRUNK = {
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*_layernorm": "replicated",
+    "model.norm": "replicated",
+    "lm_head": "vocabulary",
+}
+
 _DENSE = {
     "config.num_attention_heads": "divisible",
     "config.num_key_value_heads": "divisible",
-    "model.embed_tokens": "vocabulary",
     "model.layers.*.self_attn": "region",  # it reshapes to heads by the shape of its input
     "model.layers.*.self_attn.[qkv]_proj": "column",
     "model.layers.*.self_attn.[qk]_norm": "heads",
@@ -22,10 +29,7 @@ _DENSE = {
     "model.layers.*.mlp.gate_proj": "column",
     "model.layers.*.mlp.up_proj": "column",
     "model.layers.*.mlp.down_proj": "row",
-    "model.layers.*_layernorm": "replicated",
-    "model.norm": "replicated",
-    "lm_head": "vocabulary",
-}
+} | _TRUNK
 
 _LLAMA = _DENSE | {"model.layers.*.mlp.gate": "replicated", "model.layers.*.mlp.experts": "experts"}
 
@@ -35,7 +39,6 @@ _OLMO2 = _DENSE | {"model.layers.*.self_attn.[qk]_norm": "norm"}
 _PHI3 = {
     "config.num_attention_heads": "divisible",
     "config.num_key_value_heads": "divisible",
-    "model.embed_tokens": "vocabulary",
     "model.layers.*.self_attn": "region",
     "model.layers.*.self_attn.qkv_proj": "column:num_attention_heads,num_key_value_heads,num_key_value_heads",
     "model.layers.*.self_attn.config.num_attention_heads": "divided",
@@ -43,16 +46,12 @@ _PHI3 = {
     "model.layers.*.self_attn.o_proj": "row",
     "model.layers.*.mlp.gate_up_proj": "column/2",
     "model.layers.*.mlp.down_proj": "row",
-    "model.layers.*_layernorm": "replicated",
     "model.layers.*_dropout": "replicated",
-    "model.norm": "replicated",
-    "lm_head": "vocabulary",
-}
+} | _TRUNK
 
 # Low-rank projections before the heads are whole, and so is the part of the keys that all heads share.
 _DEEPSEEK = {
     "config.num_attention_heads": "divisible",
-    "model.embed_tokens": "vocabulary",
     "model.layers.*.self_attn": "enclosed",
     "model.layers.*.self_attn.q_proj": "column",
     "model.layers.*.self_attn.q_a_*": "heads",
@@ -65,10 +64,7 @@ _DEEPSEEK = {
     "model.layers.*.mlp.*gate_proj": "column",
     "model.layers.*.mlp.*up_proj": "column",
     "model.layers.*.mlp.*down_proj": "row",
-    "model.layers.*_layernorm": "replicated",
-    "model.norm": "replicated",
-    "lm_head": "vocabulary",
-}
+} | _TRUNK
 
 _GPT2 = {
     "config.n_head": "divisible",
@@ -104,12 +100,10 @@ _GPT_NEOX = {
     "lm_head": "vocabulary",
 }
 
-_BLOOM = {
-    "config.n_head": "divisible",
+# Of Bloom and Falcon.
+_BIASED = {
     "transformer.word_embeddings": "vocabulary",
-    "transformer.word_embeddings_layernorm": "replicated",
     "transformer.h.*.self_attention": "region",
-    "transformer.h.*.self_attention(alibi)": "heads:n_head",
     "transformer.h.*.self_attention.num_heads": "divided",
     "transformer.h.*.self_attention.query_key_value": "column",
     "transformer.h.*.self_attention.attention_dropout": "heads",
@@ -121,22 +115,17 @@ _BLOOM = {
     "lm_head": "vocabulary",
 }
 
-_FALCON = {
+_BLOOM = _BIASED | {
+    "config.n_head": "divisible",
+    "transformer.word_embeddings_layernorm": "replicated",
+    "transformer.h.*.self_attention(alibi)": "heads:n_head",
+}
+
+_FALCON = _BIASED | {
     "config.num_attention_heads": "divisible",
-    "transformer.word_embeddings": "vocabulary",
-    "transformer.h.*.self_attention": "region",
     "transformer.h.*.self_attention(alibi)": "heads:num_attention_heads",
     "transformer.h.*.self_attention(attention_mask)": "heads:num_attention_heads",
-    "transformer.h.*.self_attention.num_heads": "divided",
-    "transformer.h.*.self_attention.query_key_value": "column",
-    "transformer.h.*.self_attention.attention_dropout": "heads",
-    "transformer.h.*.self_attention.dense": "row",
-    "transformer.h.*.mlp.dense_h_to_4h": "column",
-    "transformer.h.*.mlp.dense_4h_to_h": "row",
-    "transformer.h.*_layernorm": "replicated",
     "transformer.h.*.ln_*": "replicated",
-    "transformer.ln_f": "replicated",
-    "lm_head": "vocabulary",
 }
 
 _BERT = {

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.nn.huggingface.modules import is_pretrained
+from echelon.nn.huggingface.modules import is_pretrained, rope_types
 from echelon.state.weight_files.layout import (
     FileTensor,
     Piece,
@@ -263,31 +263,22 @@ def _errors_of_transformers(config: Any, raw: Mapping[str, Any]) -> list[str]:
     common = base().to_dict().keys()  # labels, types and the like, which every model has
     theirs, ours = _relevant(stored, common), _relevant(config.to_dict(), common)
     # A name that only one of both has is unknown to the class, which has a value for each that it knows.
-    return [
-        _difference(name, theirs[name], value)
-        for name, value in ours.items()
-        if name in theirs and theirs[name] != value
-    ]
+    differing = [name for name in ours if name in theirs and theirs[name] != ours[name]]
+    return [_difference(name, theirs[name], ours[name]) for name in differing]
 
 
 def _relevant(config: Mapping[str, Any], common: Collection[str], prefix: str = "") -> dict[str, Any]:
     """Return the fields that change what a model computes; those of configs in it have dotted names."""
     fields: dict[str, Any] = {}
     for name, value in config.items():
-        if name in common or _IRRELEVANT.search(name) or (name == _LENGTH and not _is_length_used(config)):
+        is_scaled = not _SCALED_BY_LENGTH.isdisjoint(rope_types(config.get("rope_parameters")))
+        if name in common or _IRRELEVANT.search(name) or (name == _LENGTH and not is_scaled):
             continue
         if isinstance(value, dict) and "model_type" in value:
             fields |= _relevant(value, common, f"{prefix}{name}.")
         else:
             fields[prefix + name] = value
     return fields
-
-
-def _is_length_used(config: Mapping[str, Any]) -> bool:
-    """Return True if rotary positions, of any kind of layers, are scaled by the longest sequence."""
-    rope = config.get("rope_parameters") or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return any(each.get("rope_type") in _SCALED_BY_LENGTH for each in kinds)
 
 
 def _difference(name: str, stored: object, own: object) -> str:

@@ -74,10 +74,8 @@ def is_deferred(model: nn.Module) -> bool:
 
 @final
 class WeightSource:
-    """The first values of a model's tensors, by their names: from files, or as the model begins.
-
-    Nothing is read or computed before it is asked for. It knows the model as it is now, so make it first.
-    """
+    """The first values of a model's tensors, by their names: from files, or as the model begins. Nothing is
+    read or computed before it is asked for. It knows the model as it is now, so make it first."""
 
     def __init__(self, model: nn.Module, device: torch.device, files: WeightFolder | None = None) -> None:
         """`device` is where values are computed."""
@@ -149,10 +147,8 @@ class WeightSource:
         known = self._tensors[name]
         if isinstance(known, Tensor):
             return known.to(self._device)
-        return self._tape.values(known, self._device, self._seed_of)
-
-    def _seed_of(self, note: int) -> int:
-        return key_of(self.seed, *self._random.get(note, (note,)))
+        seed, draws = self.seed, self._random
+        return self._tape.values(known, self._device, lambda note: key_of(seed, *draws.get(note, (note,))))
 
     def _number_draws(self) -> dict[int, tuple[str, int]]:
         """Number the draws of each tensor, so that its numbers do not depend on other tensors."""

@@ -229,13 +229,8 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-_READS_VALUES = frozenset(
-    (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.equal.default,
-        torch.ops.aten.is_nonzero.default,
-    )
-)
+_aten = torch.ops.aten
+_READS_VALUES = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 
 
 def _refuse_random(_: int) -> int:

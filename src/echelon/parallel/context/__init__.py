@@ -1,16 +1,14 @@
 """A sequence that several ranks share: which rank holds which positions, and attention over all of them.
 
-parts        which positions a rank holds, and which attend to which
+parts        which positions a rank holds, which attend to which, and what layers see of the sequence
 blocks       attention of some queries to some keys, its gradients, and how results merge
 ring         ring attention
 all_to_all   attention by heads
-view         what layers see of the sequence
 """
 
-from echelon.parallel.context.all_to_all import all_to_all_attention, head_errors
-from echelon.parallel.context.parts import count_before, positions, put_together, take
-from echelon.parallel.context.ring import ring_attention
-from echelon.parallel.context.view import AllToAllView, RingView, SharedView
+from echelon.parallel.context.all_to_all import AllToAllView, all_to_all_attention, head_errors
+from echelon.parallel.context.parts import SharedView, count_before, positions, put_together, take
+from echelon.parallel.context.ring import RingView, ring_attention
 
 __all__ = [
     "AllToAllView",

@@ -14,7 +14,7 @@ for each.
 """
 
 import math
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch.autograd import Function
 from echelon.collectives import Group
 from echelon.errors import raise_errors
 from echelon.nn.tracing import untraced
-from echelon.parallel.context.parts import check_inputs, put_together, take
+from echelon.parallel.context.parts import SharedView, check_inputs, put_together, take
 
 
 @untraced
@@ -51,6 +51,14 @@ def all_to_all_attention(
     parts = torch.stack([take(out, rank, ranks, dim=2) for rank in range(ranks)])
     mixed: Tensor = _exchange(parts, group).movedim(0, 1).flatten(1, 2)
     return mixed
+
+
+@final
+class AllToAllView(SharedView):
+    """Each rank attends with a part of the heads, over the whole sequence."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        return all_to_all_attention(query, key, value, self._group, scale)
 
 
 def head_errors(heads: int, kv_heads: int, context: int, tensor: int = 1) -> list[str]:

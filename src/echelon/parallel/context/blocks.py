@@ -56,10 +56,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
 
 
 def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
-    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys.
-
-    They are in the wide type. A GPU reads and writes `out` once: most of the cost of a merge.
-    """
+    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys. They are
+    in the wide type. A GPU reads and writes `out` once: most of the cost of a merge."""
     weight = torch.sigmoid(other_sums - sums)[..., None]
     out.lerp_(other_out.to(out.dtype), weight)
     sums.copy_(torch.logaddexp(sums, other_sums))
@@ -76,9 +74,7 @@ def add_gradients(
     is_first: bool = False,
 ) -> None:
     """Fill in the gradients of these keys and values, and add what they contribute to that of the queries.
-
-    `is_first`: that of the queries holds nothing yet. A GPU writes memory once where it need not add.
-    """
+    `is_first`: that of the queries holds nothing yet. A GPU writes memory once where it need not add."""
     queries = QueryState(*(x.contiguous() for x in queries))
     key, value = key.contiguous(), value.contiguous()
     kernel = find_kernel(queries.query, key, value, causal=causal)
@@ -187,10 +183,8 @@ class Kernel(NamedTuple):
 
 
 def find_kernel(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Kernel | None:
-    """The kernel for these tensors, or None where plain torch operations are faster or more precise.
-
-    On a GPU, the one that `scaled_dot_product_attention` would choose.
-    """
+    """The kernel for these tensors, or None where plain torch operations are faster or more precise. On a
+    GPU, the one that `scaled_dot_product_attention` would choose."""
     if query.device.type == "cpu":
         is_exact = query.dtype in (torch.float32, torch.float64)
         return CPU_FLASH if is_exact else None

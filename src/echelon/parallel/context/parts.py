@@ -13,6 +13,7 @@ C = 3, the chunks that each chunk attends to (■ all of it, ◣ up to the same 
              chunk 3    ■ ■ ■ ◣             5 ■, 2 ◣
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.errors import UserError, raise_errors
+from echelon.nn.sequence import View
 
 
 class Block(NamedTuple):
@@ -43,9 +45,7 @@ def positions(length_here: int, rank: int, ranks: int, device: torch.device | st
 
 def take(tensor: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
     """The part that `rank` holds of a tensor whose dim `dim` is the whole sequence: a contiguous copy.
-
-    tokens, targets = (take(whole, group.rank, group.size) for whole in batch)
-    """
+    tokens, targets = (take(whole, group.rank, group.size) for whole in batch)"""
     length = tensor.shape[dim]
     starts = _starts(length, rank, ranks)
     chunk = length // ranks // len(starts)
@@ -68,10 +68,8 @@ def count_before(limit: int, length_here: int, rank: int, ranks: int) -> int:
 
 
 def block_of(rank: int, source: int, length: int) -> Block:
-    """Return which of the `length` positions of `rank` attend to which of `source`: see the grid above.
-
-    A rank's two chunks are in order, and those of a higher rank lie between the two of a lower one.
-    """
+    """Return which of the `length` positions of `rank` attend to which of `source`: see the grid above. A
+    rank's two chunks are in order, and those of a higher rank lie between the two of a lower one."""
     first, second, both = slice(0, length // 2), slice(length // 2, length), slice(0, length)
     if source == rank:
         return Block(both, both, causal=True)
@@ -125,3 +123,21 @@ def check_inputs(name: str, query: Tensor, key: Tensor, value: Tensor, group: Gr
         errors.append(f"{dtypes}: all must have one dtype; cast them")
     raise_errors(name, errors)
     check_length(query.shape[2] * group.size, group.size)
+
+
+class SharedView(View):
+    """This rank's part of a sequence that the ranks of `group`, along `context`, share.
+
+    sequence.assign(model, RingView(mesh.group("context")), wrapping)
+    logits = model(take(tokens, group.rank, group.size))
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.parts = group.size
+        self._group = group
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return self._in_sequence(positions(length, self._group.rank, self._group.size, device))
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor: ...

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from echelon.collectives import Group, Handle
 from echelon.nn.tracing import untraced
 from echelon.parallel.context.blocks import Gradients, QueryState, add_gradients, attend, merge, wide
-from echelon.parallel.context.parts import block_of, check_inputs
+from echelon.parallel.context.parts import SharedView, block_of, check_inputs
 
 
 @untraced
@@ -45,6 +45,14 @@ def ring_attention(
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     out: Tensor = _RingAttention.apply(query, key, value, group, factor)  # type: ignore[no-untyped-call]
     return out
+
+
+@final
+class RingView(SharedView):
+    """Keys and values travel around the ring of ranks."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        return ring_attention(query, key, value, self._group, scale)
 
 
 class _RingAttention(Function):
@@ -134,10 +142,8 @@ class RingBlock(NamedTuple):
 
 
 def start_exchange(group: Group, messages: Sequence[Message]) -> Exchange:
-    """Start to send and to receive. All ranks give messages of the same number and shape.
-
-    Two messages between the same two ranks arrive in the order in which both ranks list them.
-    """
+    """Start to send and to receive. All ranks give messages of the same number and shape. Two messages
+    between the same two ranks arrive in the order in which both ranks list them."""
     by_target = sorted(messages, key=lambda message: message.target)
     by_source = sorted(range(len(messages)), key=lambda number: messages[number].source)
     tensors = [message.tensor for message in by_target]

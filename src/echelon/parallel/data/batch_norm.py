@@ -34,10 +34,8 @@ _SUBJECT = "batch norm"
 def synchronize_batch_norm(
     modules: Iterable[nn.Module], group: Group, wrapping: Wrapping, *, parts: int = 1
 ) -> None:
-    """Let every batch norm inside of `modules` take its statistics over the replicas of `group`.
-
-    `parts`: in how many each replica cuts its samples.
-    """
+    """Let every batch norm inside of `modules` take its statistics over the replicas of `group`. `parts`: in
+    how many each replica cuts its samples."""
     if group.size == 1 and parts == 1:
         return
     for norm in dict.fromkeys(inner for module in modules for inner in module.modules()):
@@ -142,10 +140,8 @@ def _normalise(
 
 
 class _Statistics(torch.autograd.Function):
-    """(mean, variance, number) of each channel over the samples of all replicas.
-
-    Backward: every replica's output depends on these, so their gradients are summed over replicas.
-    """
+    """(mean, variance, number) of each channel over the samples of all replicas. Backward: every replica's
+    output depends on these, so their gradients are summed over replicas."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:

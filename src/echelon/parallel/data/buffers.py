@@ -11,9 +11,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
-from echelon.collectives.agreement import gather_rows, set_anywhere
+from echelon.collectives.agreement import device_fingerprint, gather_rows, set_anywhere
 from echelon.collectives.buffer_layout import portions
-from echelon.collectives.fingerprint import device_fingerprint
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
 
@@ -68,9 +67,7 @@ class Buffers:
             if buffer.nbytes <= SMALL or self._may_have_changed(name, buffer):
                 row.copy_(device_fingerprint(buffer))
         rows = [row for row in gather_rows(local, self._group, "checks").tolist() if row[-1][0]]
-        return [
-            name for number, name in enumerate(buffers) if any(r[number] != rows[0][number] for r in rows)
-        ]
+        return [name for i, name in enumerate(buffers) if any(row[i] != rows[0][i] for row in rows)]
 
     def _changed_anywhere(self, buffers: Mapping[str, Tensor]) -> Sequence[bool]:
         first = next(iter(buffers.values()))
@@ -84,9 +81,8 @@ class Buffers:
         return buffer in self._statistics or name not in self._marks or not self._marks[name].is_on(buffer)
 
     def _current_marks(self) -> dict[str, _Mark]:
-        return {
-            name: _Mark(weakref.ref(buffer), buffer._version) for name, buffer in self._module.named_buffers()
-        }
+        named = self._module.named_buffers()
+        return {name: _Mark(weakref.ref(buffer), buffer._version) for name, buffer in named}
 
 
 # Broadcast many tensors in few messages, through a buffer whose size does not depend on the model.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from echelon.nn.autograd.in_place import product
+from echelon.nn.autograd.leaves import product
 from echelon.nn.tracing import is_transformed
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper, is_wrapped, replaced_forward, unwrap
 from echelon.parallel.data.buckets import gradient_dtype

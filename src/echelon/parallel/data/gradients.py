@@ -42,10 +42,8 @@ def _is_plain(gradient: Tensor) -> bool:
 
 
 def clip_factor(norm: float | Tensor, limit: float | None) -> float | Tensor:
-    """Return the factor that brings gradients of this norm down to `limit`, by torch's rule.
-
-    It stays where the norm is. Not a number for such a norm, as torch does.
-    """
+    """Return the factor that brings gradients of this norm down to `limit`, by torch's rule. It stays where
+    the norm is. Not a number for such a norm, as torch does."""
     if limit is None:
         return 1.0
     if isinstance(norm, Tensor):

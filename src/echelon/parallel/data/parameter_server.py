@@ -85,10 +85,8 @@ class ParameterServer(Bucketed):
 
     def _receive(self, bucket: Bucket) -> _Arrival:
         parts = [torch.empty_like(bucket.buffer) for _ in self._workers]
-        handles = [
-            self._group.recv(part, worker, wait=False)
-            for part, worker in zip(parts, self._workers, strict=True)
-        ]
+        pairs = zip(parts, self._workers, strict=True)
+        handles = [self._group.recv(part, worker, wait=False) for part, worker in pairs]
         return _Arrival(bucket, parts, handles)
 
     def _add_arrivals(self, at_most: int) -> None:

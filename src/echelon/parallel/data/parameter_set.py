@@ -21,11 +21,8 @@ from echelon.errors import UserError
 
 
 class Unit(NamedTuple):
-    """Parameters that are gathered, reduced and freed together.
-
-    `module` runs while they are whole, and may need other units of the same set too: `needs` has their
-    places, that of the unit itself included.
-    """
+    """Parameters that are gathered, reduced and freed together. `module` runs while they are whole, and may
+    need other units of the same set too: `needs` has their places, that of the unit itself included."""
 
     name: str
     module: nn.Module

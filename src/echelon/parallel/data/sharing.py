@@ -16,13 +16,8 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.parallel.data.buckets import (
-    convert_gradients,
-    convert_products,
-    keep_products,
-    restore_gradient_dtype,
-    set_gradient_dtype,
-)
+from echelon.nn.autograd.leaves import is_hooked
+from echelon.parallel.data import buckets
 from echelon.parallel.data.grad_accumulation import Accumulation
 from echelon.parallel.data.parameter_set import Claim, ParameterSet
 from echelon.parallel.data.reducer import Reducer
@@ -70,9 +65,7 @@ class Storages(NamedTuple):
 
 class SummedUnit(NamedTuple):
     """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit.
-
-    `present`: around what reads or writes its weights on the device.
-    """
+    `present`: around what reads or writes its weights on the device."""
 
     local: list[LocalParameter]
     norm_share: list[Tensor]
@@ -104,7 +97,7 @@ class Sharing(ABC):
         self._claim = Claim(parameter_set.parameters)
         self._kept: list[nn.Parameter] = []  # whose gradients are as computed until something is added
         for _, parameter in parameter_set.trained:
-            set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
+            buckets.set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
 
     @abstractmethod
     def local_parameters(self) -> list[LocalParameter]:
@@ -153,12 +146,12 @@ class Sharing(ABC):
     def keep_products(self, used_once: Set[Tensor]) -> None:
         """Gradients of parameters that a backward pass uses once need no conversion before they are summed.
         Hooks of the user see the type of the sum."""
-        trained = [p for _, p in self.parameter_set.trained if p in used_once and not _is_hooked(p)]
-        self._kept = keep_products(trained)
+        trained = [p for _, p in self.parameter_set.trained if p in used_once and not is_hooked(p)]
+        self._kept = buckets.keep_products(trained)
 
     def convert_products(self) -> None:
         """A backward pass may use parameters more often than the first one: autograd must sum in float32."""
-        convert_products(self._kept)
+        buckets.convert_products(self._kept)
         self._kept = []
 
     @abstractmethod
@@ -268,7 +261,7 @@ class Sharing(ABC):
         for _, parameter in self.parameter_set.trained:
             if self._claim.holds(parameter):  # and no later engine
                 parameter.grad = None
-                restore_gradient_dtype(parameter)
+                buckets.restore_gradient_dtype(parameter)
         self._claim.release()
 
 
@@ -311,7 +304,7 @@ class SingleReplica(LocalSum):
         self.start_early_backward()
 
     def start_early_backward(self) -> None:
-        convert_gradients(self._kept)
+        buckets.convert_gradients(self._kept)
 
     def reduce(self) -> None:
         pass
@@ -319,14 +312,6 @@ class SingleReplica(LocalSum):
     def storages(self) -> Storages:
         parameters: list[Tensor] = list(self.parameter_set.parameters.values())
         return Storages(parameters, [p.grad for p in parameters if p.grad is not None])
-
-
-def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Return whether a hook of the user sees gradients of the parameter."""
-    late_hooks = parameter._post_accumulate_grad_hooks or {}
-    hooks = [*(parameter._backward_hooks or {}).values(), *late_hooks.values()]
-    modules = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
-    return not all(module.startswith("echelon.") for module in modules)
 
 
 def whole_parameters(parameter_set: ParameterSet) -> list[LocalParameter]:
@@ -337,9 +322,8 @@ def local_gradients(
     local: Sequence[LocalParameter], uncounted: Set[nn.Parameter] = frozenset()
 ) -> list[Tensor]:
     """The gradients of local parameters, where there are any, without those of `uncounted` parameters."""
-    return [
-        each.tensor.grad for each in local if each.tensor.grad is not None and each.parameter not in uncounted
-    ]
+    counted = (each.tensor for each in local if each.parameter not in uncounted)
+    return [tensor.grad for tensor in counted if tensor.grad is not None]
 
 
 def own_whole(parameter_set: ParameterSet) -> list[OwnedSlice]:

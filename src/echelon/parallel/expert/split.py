@@ -13,7 +13,7 @@ from echelon.collectives import Group
 from echelon.errors import raise_errors
 from echelon.nn.wrapping import Wrapping, find_wrapper
 from echelon.parallel.expert.modules import SpreadExperts
-from echelon.state.shards import Shard, part_of, replace_parameters
+from echelon.state.ownership import Shard, part_of, replace_parameters
 
 # What the arguments of their forward are called: echelon's and most of transformers', and those of GPT-OSS.
 _ARGUMENTS = (

@@ -88,11 +88,8 @@ def _number_names(model: nn.Module) -> list[str]:
 
 def _unknown_modules(model: nn.Module, style_of: StyleOf) -> Iterator[str]:
     """One error for all modules that have weights or drop, and that no table knows, with lines for them."""
-    unknown = {
-        module: name
-        for name, module in model.named_modules()
-        if module not in style_of and _needs_style(module)
-    }
+    unstyled = ((name, module) for name, module in model.named_modules() if module not in style_of)
+    unknown = {module: name for name, module in unstyled if _needs_style(module)}
     if not unknown:
         return
     patterns = list(dict.fromkeys(pattern_of(name) or "the model" for name in unknown.values()))

@@ -1,21 +1,26 @@
-"""The forward passes of split modules, as wrappers: class, names and hooks of a module stay as they are."""
+"""The forward passes of split modules, as wrappers: class, names and hooks of a module stay as they are.
 
-from collections.abc import Sequence
+At the end stands the loss of split logits.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.collectives import Group
 from echelon.errors import UserError
 from echelon.nn.float8 import Float8Linear
+from echelon.nn.head.deferred import fused_cross_entropy
 from echelon.nn.huggingface.modules import embedding_scale, is_transposed, rms_epsilon
-from echelon.nn.losses import VocabularyPart
+from echelon.nn.losses import IGNORED_TARGET, VocabularyPart, summed_cross_entropy
 from echelon.nn.wrapping import Wrapper, find_wrapper
-from echelon.parallel.tensor.moves import check_tokens, checked_tokens, gathered, vocabulary_part
+from echelon.parallel.tensor.entries import check_tokens, checked_tokens, gathered, vocabulary_part
 from echelon.parallel.tensor.regions import Matrix, Region, can_share
 from echelon.parallel.tensor.styles import Style, rows_of_rank
-from echelon.state.shards import share_of
+from echelon.state.ownership import share_of
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -113,9 +118,7 @@ class Column(SplitModule):
 @final
 class PartlyWhole(SplitModule):
     """A column of several matrices, of which every rank uses some whole: one key and value for all heads.
-
-    Every rank holds all of it, computes with the rows that it needs, and has a part of the gradient.
-    """
+    Every rank holds all of it, computes with the rows that it needs, and has a part of the gradient."""
 
     def __init__(self, module: nn.Module, region: Region, style: Style, *, enters: bool = True) -> None:
         super().__init__(module, region)
@@ -246,10 +249,8 @@ class Experts(SplitModule):
 
 @final
 class EnterFirst:
-    """A forward pre-hook: the hidden states enter the split part before the module sees them.
-
-    `encloses`: nothing inside enters again, and they may be used by more than matrices.
-    """
+    """A forward pre-hook: the hidden states enter the split part before the module sees them. `encloses`:
+    nothing inside enters again, and they may be used by more than matrices."""
 
     def __init__(self, region: Region, *, encloses: bool = False) -> None:
         self.region, self.encloses = region, encloses
@@ -308,3 +309,55 @@ class SplitNorm(SplitModule):
     def _mean(self, values: Tensor) -> Tensor:
         features = values.shape[-1] * self.region.group.size
         return self.region.total(values.sum(-1, keepdim=True)) / features
+
+
+# Cross-entropy of logits that are split by vocabulary: they are never gathered.
+#
+# Ranks exchange two numbers per token: log Σ exp(l) of their part, and the target's logit. Logits that wait
+# (nn/head) are computed with the head's matrix: no rank has even its part of them whole.
+
+
+# (output, targets, group, vocabulary): each rank has n columns, the vocabulary by ranks, rounded up. Those of
+# rank r begin at r · n, and those behind the vocabulary are −inf.
+SplitLoss = Callable[[Any, Any, Group, int], tuple[Tensor, Tensor | int]]
+
+
+def vocabulary_cross_entropy(
+    output: Any, targets: Tensor, group: Group, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """echelon.models.cross_entropy for this rank's part of the logits, [..., vocabulary / ranks]."""
+    logits: Tensor = getattr(output, "logits", output)
+    if logits.shape[:-1] != targets.shape:
+        raise UserError(
+            f"cross_entropy: targets must have the shape of the logits without the last dim, "
+            f"{list(logits.shape[:-1])}, and have {list(targets.shape)}; reshape them"
+        )
+    total = fused_cross_entropy(logits, targets, of_part=True)
+    if total is None:
+        part = vocabulary_part(logits.shape[-1], group, vocabulary)
+        logits = _without_padding(logits, part)
+        total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), part)
+    return total, (targets != IGNORED_TARGET).sum()
+
+
+def _without_padding(logits: Tensor, part: VocabularyPart) -> Tensor:
+    """Make logits of padding −inf again, in a copy, if the model changed them since (Gemma's cap)."""
+    columns = logits.shape[-1]
+    num_padded = part.num_padded(columns)
+    if num_padded == 0 or is_masked(logits):
+        return logits
+    is_padding = torch.arange(columns, device=logits.device) >= columns - num_padded
+    return logits.masked_fill(is_padding, -torch.inf)
+
+
+# Losses over split logits, by the full name of the loss over whole logits that they replace.
+SPLIT_LOSSES: dict[str, SplitLoss] = {
+    "echelon.models.transformer.cross_entropy": vocabulary_cross_entropy,
+    "echelon.nn.huggingface.own_loss.causal_cross_entropy": vocabulary_cross_entropy,
+}
+
+
+def split_loss(loss: Callable[..., Any]) -> SplitLoss | None:
+    """The version of `loss` that takes split logits; None if there is none."""
+    name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', '')}"
+    return SPLIT_LOSSES.get(name)

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.nn.autograd.in_place import product
+from echelon.nn.autograd.leaves import product
 from echelon.nn.autograd.saved_tensors import is_recorded
 from echelon.nn.autograd.second_run import once
 from echelon.nn.tracing import untraced
-from echelon.parallel.tensor.entries import Entries, LastEntry, RecordedGroup, Way, run_in_graph
-from echelon.parallel.tensor.moves import GroupMoves, gathered, start_sum, start_sum_of_part
+from echelon.parallel.tensor import entries
 
 if TYPE_CHECKING:
     from echelon.parallel.tensor.modules import Column
@@ -44,13 +43,13 @@ class Region:
         # What the module that runs now was given: it has entered before that module. torch.compile follows
         # this through the pieces of a layer that it cannot record as one graph.
         self.entered: Tensor | None = None
-        self._entries = Entries(GroupMoves(group), LastEntry(), sequence=sequence)
-        self._recorded_group: RecordedGroup | None = None
+        self._entries = entries.Entries(entries.GroupMoves(group), entries.LastEntry(), sequence=sequence)
+        self._recorded_group: entries.RecordedGroup | None = None
 
     def prepare_compiling(self) -> None:
         """Let torch.compile record what happens here, where it would stop."""
         if self._recorded_group is None:
-            self._recorded_group = RecordedGroup.of(self.group)
+            self._recorded_group = entries.RecordedGroup.of(self.group)
 
     def enter(self, x: Tensor, *, dim: int | None = 1, to_matrices: bool = False) -> Tensor:
         """The input of a split module. `dim` counts positions; None: every rank has all of them.
@@ -79,13 +78,13 @@ class Region:
         """All logits, from every rank's part of the vocabulary, for a loss that all ranks compute."""
         return self._run("join_logits", logits)
 
-    def _run(self, way: Way, x: Tensor, *arguments: Any) -> Tensor:
+    def _run(self, way: entries.Way, x: Tensor, *arguments: Any) -> Tensor:
         if self._recorded_group is not None and torch.compiler.is_compiling():
-            return run_in_graph(x, *self._recorded_group, self.sequence, way, *arguments)
+            return entries.run_in_graph(x, *self._recorded_group, self.sequence, way, *arguments)
         return self._run_untraced(way, x, *arguments)
 
     @untraced
-    def _run_untraced(self, way: Way, x: Tensor, *arguments: Any) -> Tensor:
+    def _run_untraced(self, way: entries.Way, x: Tensor, *arguments: Any) -> Tensor:
         return self._entries.run(way, x, *arguments)
 
     def __getstate__(self) -> dict[str, object]:
@@ -192,7 +191,7 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, x: Tensor, group: Group, sequence: bool, transposed: list[bool], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(transposed)], parameters[len(transposed) :]
-        entered = gathered(x, group, 1) if sequence else x
+        entered = entries.gathered(x, group, 1) if sequence else x
         ctx.save_for_backward(entered, *weights)
         ctx.group, ctx.sequence, ctx.transposed = group, sequence, transposed
         ctx.set_materialize_grads(False)
@@ -229,7 +228,7 @@ def _start_sum(for_input: Tensor, group: Group, *, sequence: bool) -> tuple[Tens
     """The sum over ranks, which runs on while gradients of weights are computed, and what waits for it."""
     if torch.is_grad_enabled():
         return _entries(group).leave(for_input.clone(), None), lambda: None
-    total, handle = (start_sum_of_part if sequence else start_sum)(for_input, group)
+    total, handle = (entries.start_sum_of_part if sequence else entries.start_sum)(for_input, group)
     return total, handle.wait
 
 
@@ -243,8 +242,8 @@ def _enter_again(entered: Tensor, group: Group, *, sequence: bool) -> Tensor:
     return _entries(group).enter(entered, None, to_matrices=False)
 
 
-def _entries(group: Group) -> Entries:
-    return Entries(GroupMoves(group), LastEntry(), sequence=False)
+def _entries(group: Group) -> entries.Entries:
+    return entries.Entries(entries.GroupMoves(group), entries.LastEntry(), sequence=False)
 
 
 def _gradient_of_input(

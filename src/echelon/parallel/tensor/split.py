@@ -11,24 +11,20 @@ from echelon.collectives import Group
 from echelon.errors import UserError, raise_errors
 from echelon.nn.dropout.modules import split_features
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.tensor import modules
 from echelon.parallel.tensor.checks import find_errors
-from echelon.parallel.tensor.modules import (
-    Column,
-    EnterFirst,
-    Experts,
-    PartlyWhole,
-    Row,
-    SplitModule,
-    SplitNorm,
-    VocabularyEmbedding,
-    is_matrix,
-    num_outputs,
-)
 from echelon.parallel.tensor.regions import Region
 from echelon.parallel.tensor.styles import Style, Styles, Table, cuts
-from echelon.state.shards import Shard, part_of, replace_parameters
+from echelon.state.ownership import Shard, part_of, replace_parameters
 
 _INSIDE = ("heads", "inner", "entered")  # whole on every rank, and used for this rank's part of the work
+
+
+_WRAPPERS: dict[str, type[modules.SplitModule]] = {
+    "norm": modules.SplitNorm,
+    "row": modules.Row,
+    "experts": modules.Experts,
+}
 
 
 def _is_inside(style: Style) -> bool:
@@ -63,10 +59,8 @@ def split_over(
     whole_sequence: Sequence[nn.Module],
     join_logits: bool,
 ) -> Sharded:
-    """Split `model` in place. All ranks start from the same weights.
-
-    `whole_sequence`: modules that get all of a split `sequence`. `join_logits`: the loss takes all logits.
-    """
+    """Split `model` in place. All ranks start from the same weights. `whole_sequence`: modules that get all
+    of a split `sequence`. `join_logits`: the loss takes all logits."""
     styles = Styles(model, table)
     style_of = _styles_by_module(model, styles)
     whole = set(whole_sequence) if sequence else set(model.modules())
@@ -80,10 +74,10 @@ def split_over(
         number.divide(group.size, wrapping)
     region = Region(group, sequence=sequence)
     first = Region(group, sequence=False) if sequence else region
-    logits = [m for m, style in style_of.items() if style.word == "vocabulary" and is_matrix(m)]
-    vocabulary = max(map(num_outputs, logits), default=None)  # of the largest, before it is split
+    logits = [m for m, style in style_of.items() if style.word == "vocabulary" and modules.is_matrix(m)]
+    vocabulary = max(map(modules.num_outputs, logits), default=None)  # of the largest, before it is split
     names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = _assign_parameters(model, style_of, partial, group)
+    shards, is_partial = _assign_parameters(model, style_of, partial, group)
     enclosed = _enclosed(style_of)
     for module in model.modules():
         style = style_of.get(module, Style("replicated"))
@@ -95,14 +89,12 @@ def split_over(
         take = TakeHeads(module, argument, heads, group.rank, group.size)
         wrapping.before("tensor", module, take, with_kwargs=True)
     _leave_fused_paths(model, style_of, wrapping)
-    replace_parameters(
-        model, {parameter: part_of(parameter, shard) for parameter, shard in parameters.split.items()}
-    )
+    replace_parameters(model, {parameter: part_of(parameter, shard) for parameter, shard in shards.items()})
     return Sharded(
         region,
-        {names[parameter]: shard for parameter, shard in parameters.split.items()},
-        partial=parameters.partial,
-        replicated=parameters.replicated,
+        {names[parameter]: shard for parameter, shard in shards.items()},
+        partial=[parameter for parameter, in_parts in is_partial.items() if in_parts],
+        replicated=[parameter for parameter, in_parts in is_partial.items() if not in_parts],
         by_heads=_dropouts(style_of, "heads"),
         inner=_dropouts(style_of, "inner", "entered"),
         vocabulary=vocabulary,
@@ -120,17 +112,11 @@ def _styles_by_module(model: nn.Module, styles: Styles) -> dict[nn.Module, Style
     return style_of
 
 
-class _Parameters(NamedTuple):
-    """The parameters of a model: those that are split, and those that are whole on every rank."""
-
-    split: dict[nn.Parameter, Shard]
-    partial: list[nn.Parameter]
-    replicated: list[nn.Parameter]
-
-
 def _assign_parameters(
     model: nn.Module, style_of: dict[nn.Module, Style], partial: Collection[nn.Module], group: Group
-) -> _Parameters:
+) -> tuple[dict[nn.Parameter, Shard], dict[nn.Parameter, bool]]:
+    """Return the parameters that are split; and of those that are whole, whether a rank has a part of their
+    gradient."""
     split: dict[nn.Parameter, Shard] = {}
     is_partial: dict[nn.Parameter, bool] = {}
     for module in model.modules():
@@ -140,17 +126,12 @@ def _assign_parameters(
         for parameter in module.parameters(recurse=False):
             if parameter not in shards and style.word != "tied":
                 is_partial[parameter] = module in partial
-    return _Parameters(
-        split,
-        partial=[parameter for parameter, in_parts in is_partial.items() if in_parts],
-        replicated=[parameter for parameter, in_parts in is_partial.items() if not in_parts],
-    )
+    return split, is_partial
 
 
 def _dropouts(style_of: dict[nn.Module, Style], *words: str) -> list[nn.Module]:
-    return [
-        module for module, style in style_of.items() if style.word in words and isinstance(module, _DropoutNd)
-    ]
+    inside = (module for module, style in style_of.items() if style.word in words)
+    return [module for module in inside if isinstance(module, _DropoutNd)]
 
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
@@ -162,13 +143,8 @@ def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.
 
 def _enclosed(style_of: dict[nn.Module, Style]) -> set[nn.Module]:
     """The modules inside of those whose input enters for all of them."""
-    return {
-        inside
-        for module, style in style_of.items()
-        if style.word == "enclosed"
-        for inside in module.modules()
-        if inside is not module
-    }
+    around = [module for module, style in style_of.items() if style.word == "enclosed"]
+    return {inside for module in around for inside in module.modules() if inside is not module}
 
 
 def _wrap(
@@ -181,25 +157,21 @@ def _wrap(
     enters: bool,
 ) -> None:
     """Make the module compute with its part of the weights."""
-    wrapper: SplitModule | None = None
+    wrapper: modules.SplitModule | None = None
     if style.word == "column" and isinstance(module, nn.Embedding):
         return  # it looks up its features of a row, as it is
     if style.whole:
-        wrapper = PartlyWhole(module, region, style, enters=enters)
+        wrapper = modules.PartlyWhole(module, region, style, enters=enters)
     elif style.word == "column":
-        wrapper = Column(module, region, enters=enters)
-    elif style.word == "norm":
-        wrapper = SplitNorm(module, region)
-    elif style.word == "row":
-        wrapper = Row(module, region)
-    elif style.word == "experts":
-        wrapper = Experts(module, region)
+        wrapper = modules.Column(module, region, enters=enters)
+    elif style.word in _WRAPPERS:
+        wrapper = _WRAPPERS[style.word](module, region)
     elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
-        wrapper = VocabularyEmbedding(module, region)
+        wrapper = modules.VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
-        wrapper = Column(module, region, joined=join_logits, vocabulary=num_outputs(module))
+        wrapper = modules.Column(module, region, joined=join_logits, vocabulary=modules.num_outputs(module))
     elif style.word in ("region", "enclosed") and enters:
-        enter = EnterFirst(region, encloses=style.word == "enclosed")
+        enter = modules.EnterFirst(region, encloses=style.word == "enclosed")
         wrapping.before("tensor", module, enter, with_kwargs=True)
         wrapping.after("tensor", module, enter.after)
     if wrapper is not None:

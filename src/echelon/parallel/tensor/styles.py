@@ -121,11 +121,8 @@ _ARGUMENT = re.compile(r"(?P<module>.*)\((?P<argument>\w+)\)")
 
 
 class Style(NamedTuple):
-    """A word of a table.
-
-    A column may be several matrices in one, with sizes in the proportions of `parts`. These are numbers of
-    heads, if `heads`; every rank uses those of them whole that are in `whole`.
-    """
+    """A word of a table. A column may be several matrices in one, with sizes in the proportions of `parts`.
+    These are numbers of heads, if `heads`; every rank uses those of them whole that are in `whole`."""
 
     word: str
     parts: tuple[int, ...] = (1,)
@@ -259,10 +256,8 @@ def _style_of_part(style: Style, role: str) -> Style | None:
 
 
 class Styles:
-    """The styles of a model's modules: by the user's table, then by that of the model's class.
-
-    Names in tables are those of the model without adapters of peft, and so are `names`.
-    """
+    """The styles of a model's modules: by the user's table, then by that of the model's class. Names in
+    tables are those of the model without adapters of peft, and so are `names`."""
 
     def __init__(self, model: nn.Module, table: Table | None) -> None:
         self._places = find_places(model)
@@ -275,11 +270,8 @@ class Styles:
         self._entries = [*self._own.items(), *((p, s) for p, s in others.items() if p not in self._own)]
 
     def of(self, name: str) -> Style | None:
-        """The style of the module `name`; None if no pattern matches. `*` matches dots too.
-
-        The gates and experts of a mixture of experts are known by their class; only the user's table comes
-        before that.
-        """
+        """The style of the module `name`; None if no pattern matches. `*` matches dots too. The gates and
+        experts of a mixture of experts are known by their class; only the user's table comes before that."""
         plain, role = self._places.get(name, Place(name))
         style = self._of_plain(plain)
         return style if style is None or role in ("", BASE) else _style_of_part(style, role)

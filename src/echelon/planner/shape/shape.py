@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from echelon.errors import raise_errors
-from echelon.models.experts_config import value_errors
+from echelon.models.config import value_errors
 
 Split = Literal["column", "row", "whole"]
 

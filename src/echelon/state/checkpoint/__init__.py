@@ -7,7 +7,7 @@
 
 manifest    the list of contents: plain data, and its bytes (manifest_reader: its rules)
 assignment  which of the slices of all ranks a rank writes, each of them once
-save        all ranks write into a temporary folder, which then gets its name (target, remote_target)
+save        all ranks write into a temporary folder, which then gets its name (target)
 saved       a checkpoint that exists: any box of any tensor can be read (storage, file_checks)
 folder      the checkpoints of a run: the latest, which are kept, which is whole; the one that a path means
 

@@ -14,8 +14,8 @@ import torch
 
 from echelon.collectives import Group
 from echelon.state.assembly import Key, RankSlice, cover, exchange_slices
-from echelon.state.checkpoint.file_image import FileLayout, lay_out
 from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
+from echelon.state.checkpoint.part_writer import FileLayout, lay_out
 from echelon.state.ownership import ENGINE, OwnedSlice, Slice
 from echelon.state.weight_files.tensor_file import TensorEntry, check_types
 

@@ -209,10 +209,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensors(reader: Reader, value: Any, entry: str) -> dict[str, dict[str, TensorRecord]]:
-    def parts(each: Any, place: str) -> dict[str, TensorRecord]:
-        return reader.entries(each, place, partial(_tensor, reader))
-
-    return reader.entries(value, entry, parts)
+    return reader.entries(
+        value, entry, lambda each, place: reader.entries(each, place, partial(_tensor, reader))
+    )
 
 
 def _tensor(reader: Reader, value: Any, entry: str) -> TensorRecord:

@@ -1,8 +1,12 @@
-"""One save on one rank: it writes its files, and rank 0 the manifest when all are done; then the name."""
+"""One save on one rank: it writes its files, and rank 0 the manifest when all are done; then the name.
+
+`save_alone` is that of one process which has all of it.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -10,18 +14,24 @@ from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.state.checkpoint.assignment import Assignment, join_reports
-from echelon.state.checkpoint.file_image import FileImage, FileLayout
-from echelon.state.checkpoint.manifest import FileRecord, Manifest
-from echelon.state.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
+from echelon.state.checkpoint.atomic import new_token
+from echelon.state.checkpoint.manifest import FileRecord, Manifest, Number
+from echelon.state.checkpoint.part_writer import (
+    FileImage,
+    FileLayout,
+    FilledChunks,
+    Sink,
+    StoppedError,
+    write_memory,
+)
 from echelon.state.checkpoint.snapshot import Later, Snapshot, SnapshotMemory, nothing
 from echelon.state.checkpoint.storage_errors import (
     RETRIES,
-    report_later_errors,
     report_write_errors,
     with_retries,
 )
-from echelon.state.checkpoint.target import Report, Target
-from echelon.state.ownership import OwnedSlice
+from echelon.state.checkpoint.target import Report, Target, target_at
+from echelon.state.ownership import OwnedSlice, Slice
 
 Stop = Callable[[], bool]
 
@@ -146,7 +156,37 @@ def commit(place: object, target: Target, manifest: Manifest, options: SaveOptio
     data = manifest.as_readable_bytes()
     with report_write_errors(place):
         with_retries(lambda: target.commit(data, manifest.files), options.retries)
-    with report_later_errors(place):
+    with report_write_errors(place, is_whole=True):
         with_retries(target.clean_up, options.retries)
         if options.then is not None:
             options.then()
+
+
+Read = Callable[[Slice], Tensor]
+
+
+def save_alone(
+    path: str | Path,
+    about: Manifest,
+    numbers: Mapping[str, Number],
+    files: Sequence[tuple[FileLayout, Read]],
+    options: SaveOptions,
+) -> None:
+    """Write each file of what `read` returns when its bytes are due. `about`: all but tensors and numbers."""
+    target = target_at(path, new_token())
+    records: dict[str, tuple[object, ...]] = {}
+    try:
+        with report_write_errors(path):
+            target.begin()
+            for layout, read in files:
+
+                def write(layout: FileLayout, sink: Sink, read: Read = read) -> FileRecord:
+                    return FilledChunks(layout.size, torch.device("cpu")).write(sink, FileImage(layout, read))
+
+                records |= write_files(target, [layout], write, options.retries)
+        assignment = Assignment("", [[layout for layout, _ in files]], [])
+        report = {"numbers": dict(numbers), "files": records}
+        commit(path, target, join_reports(about, assignment, [report], target.stored_name), options)
+    except BaseException:
+        target.abandon()
+        raise

@@ -154,7 +154,6 @@ class SavedParameter:
 
     @property
     def state_parts(self) -> list[str]:
-        """The parts that are state of an optimizer, and tensors."""
         return sorted(self.parts.keys() - KINDS.keys())
 
     def is_by_element(self, part: str) -> bool:

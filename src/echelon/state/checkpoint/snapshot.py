@@ -20,8 +20,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from echelon.state.checkpoint.file_image import FileLayout, as_bytes
-from echelon.state.checkpoint.part_writer import aligned_memory, round_up
+from echelon.state.checkpoint.part_writer import FileLayout, aligned_memory, as_bytes, round_up
 from echelon.state.ownership import Slice
 
 Later = Callable[[Slice], bool]

@@ -1,7 +1,7 @@
 """Checkpoints in a folder, or behind a URL that fsspec knows: what is there by name, and its files.
 
-    Storage            the place of a run's checkpoints
-    CheckpointFiles    the files of one checkpoint as files of this machine: where they are, or fetched
+    FolderStorage, RemoteStorage    the place of a run's checkpoints
+    FolderFiles, FetchedFiles       the files of one checkpoint, on this machine: where they are, or fetched
 
 A rank fetches the files that it verifies or reads from, and keeps them until the checkpoint is closed. The
 storage, and a manifest there, may be a stranger's: no file is fetched that is larger than the manifest says.
@@ -11,75 +11,57 @@ import math
 import shutil
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from echelon.errors import DamagedError, UserError
 from echelon.state.checkpoint.atomic import locate, remove_folder, remove_small_leftovers, write_atomically
 from echelon.state.checkpoint.file_checks import check_size
 from echelon.state.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.state.checkpoint.remote_target import open_remote, remote_errors, remote_names, remote_sizes
 from echelon.state.checkpoint.storage_errors import RETRIES, as_folder, is_url, reason_of, with_retries
-from echelon.state.checkpoint.target import remove_leftovers
+from echelon.state.checkpoint.target import (
+    open_remote,
+    remote_errors,
+    remote_sizes,
+    remove_leftovers,
+)
 
 _BLOCK_BYTES = 1 << 24
 
 
-class Storage(ABC):
+@final
+class FolderStorage:
     """A folder of checkpoints and small files."""
 
-    @abstractmethod
-    def at(self, name: str) -> str | Path:
-        """Return the path of a checkpoint in it, for engine.save and engine.load."""
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """List all that is in it; nothing if it does not exist."""
-
-    @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Make or replace a small file atomically."""
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint; no half of it is ever seen under its name."""
-
-    @abstractmethod
-    def remove_leftovers(self, small: str) -> None:
-        """Remove what a killed job has left, also of the small file; no other job may be writing there."""
-
-
-def storage_at(path: str | Path) -> Storage:
-    return RemoteStorage(str(path)) if is_url(path) else FolderStorage(as_folder(path))
-
-
-@final
-class FolderStorage(Storage):
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def at(self, name: str) -> Path:
+        """Return the path of a checkpoint in it, for engine.save and engine.load."""
         return self._path / name
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self._path.iterdir()) if self._path.is_dir() else []
 
     def write(self, name: str, data: bytes) -> None:
+        """Make or replace a small file atomically."""
         write_atomically(self._path / name, data)
 
     def remove(self, name: str) -> None:
         remove_folder(self._path / name)
 
     def remove_leftovers(self, small: str) -> None:
+        """Remove what a killed job has left, also of the small file; no other job may be writing there."""
         remove_leftovers(self._path, fresh_seconds=-math.inf)
         remove_small_leftovers(self._path / small)
 
 
 @final
-class RemoteStorage(Storage):
+class RemoteStorage:
+    """The same behind a URL."""
+
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._fs, self._root = open_remote(self._url)
@@ -88,7 +70,7 @@ class RemoteStorage(Storage):
         return f"{self._url}/{name}"
 
     def names(self) -> list[str]:
-        return remote_names(self._fs, self._root)
+        return sorted(remote_sizes(self._fs, self._root))
 
     def write(self, name: str, data: bytes) -> None:
         with remote_errors():
@@ -106,31 +88,23 @@ class RemoteStorage(Storage):
         """Do nothing: the next save to the same name writes over what is left."""
 
 
-class CheckpointFiles(Protocol):
-    """The files of one checkpoint. Messages name `path`."""
-
-    path: Path
-
-    def check_size(self, name: str, record: FileRecord) -> None:
-        """Raise if a file is missing, or not of the size in the manifest. Fetches nothing."""
-
-    def file(self, name: str, most_bytes: int) -> Path:
-        """Return where the file is on this machine. One that has more bytes is not fetched."""
-
-
-def files_at(path: str | Path) -> CheckpointFiles:
-    return FetchedFiles(str(path)) if is_url(path) else FolderFiles(locate(as_folder(path)))
+def storage_at(path: str | Path) -> FolderStorage | RemoteStorage:
+    return RemoteStorage(str(path)) if is_url(path) else FolderStorage(as_folder(path))
 
 
 @final
 class FolderFiles:
+    """The files of one checkpoint in a folder. Messages name `path`."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def check_size(self, name: str, record: FileRecord) -> None:
+        """Raise if a file is missing, or not of the size in the manifest. Fetches nothing."""
         check_size(self.path / name, record)
 
     def file(self, name: str, most_bytes: int) -> Path:  # noqa: ARG002 (it is on this machine already)
+        """Return where the file is on this machine. One that has more bytes is not fetched."""
         return self.path / name
 
 
@@ -189,6 +163,13 @@ class FetchedFiles:
         return DamagedError(
             f"{self._url}/{name}: is damaged: it has more bytes than {most_bytes}, the most it can have"
         )
+
+
+CheckpointFiles = FolderFiles | FetchedFiles
+
+
+def files_at(path: str | Path) -> CheckpointFiles:
+    return FetchedFiles(str(path)) if is_url(path) else FolderFiles(locate(as_folder(path)))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import errno
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,33 +27,22 @@ _FIXES = {
 _LASTING = {*_FIXES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
-def report_write_errors(place: object) -> AbstractContextManager[None]:
-    """Raise errors of the storage with the rule, the place and the fix."""
-    return _report(
-        lambda reason: (
-            f"{place}: the checkpoint cannot be written: {reason}; "
-            "checkpoints before it, if any, are as they were"
-        )
-    )
-
-
-def report_later_errors(place: object) -> AbstractContextManager[None]:
-    """Raise errors of the storage as `report_write_errors` does, when the checkpoint is whole already."""
-    return _report(
-        lambda reason: (
-            f"{place}: the checkpoint is saved, but what comes after it (old files and checkpoints are "
-            f"removed, the latest is named) failed: {reason}"
-        )
-    )
+_NOT_WRITTEN = "the checkpoint cannot be written: {}; checkpoints before it, if any, are as they were"
+_NOT_TIDIED = (
+    "the checkpoint is saved, but what comes after it (old files and checkpoints are removed, the latest is "
+    "named) failed: {}"
+)
 
 
 @contextmanager
-def _report(message: Callable[[str], str]) -> Iterator[None]:
+def report_write_errors(place: object, *, is_whole: bool = False) -> Iterator[None]:
+    """Raise errors of the storage with the rule, the place and the fix. `is_whole`: it is saved."""
     try:
         yield
     except OSError as error:
         fix = _FIXES.get(error.errno or 0)
-        raise UserError(message(reason_of(error) + (f" ({fix})" if fix else ""))) from error
+        reason = reason_of(error) + (f" ({fix})" if fix else "")
+        raise UserError(f"{place}: {(_NOT_TIDIED if is_whole else _NOT_WRITTEN).format(reason)}") from error
 
 
 def reason_of(error: OSError) -> str:

@@ -1,10 +1,16 @@
-"""The place where a checkpoint is written: a temporary one, which gets its name when it is whole.
+"""The place where a checkpoint is written. In a folder: a temporary one, that gets its name when it is whole.
 
     runs/a/.step-100.5f2c91aa.part/    rank-00000.safetensors, …, manifest.json; .writing is locked by rank 0
     runs/a/step-100/                   the same folder, renamed
 
 So a folder with a final name is whole. The lock is the kernel's: it is gone with the process that held it.
 So the next save can tell a folder that no process writes to any more, and removes it.
+
+In remote storage (s3://, gs://, …, through fsspec) objects have no rename, but one object appears, or is
+replaced, at once. So files get names that no other save has used, the manifest is written last and makes the
+checkpoint whole, and what it does not list is removed:
+
+    s3://bucket/run/step-100/    rank-00000-5f2c91aa.safetensors, …, then manifest.json
 """
 
 import fcntl
@@ -13,9 +19,8 @@ import os
 import re
 import shutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -49,53 +54,12 @@ _FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; other
 Report = dict[str, Any]  # the numbers and files of a rank, as JSON
 
 
-class Target(ABC):
-    """One checkpoint that is being written. Rank 0 begins and commits; every rank writes files."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Refuse a place where something else is, and prepare it; on rank 0."""
-
-    @abstractmethod
-    def stored_name(self, name: str) -> str:
-        """Return the name of the file `name` there."""
-
-    @abstractmethod
-    def create(self, name: str) -> Sink:
-        """Make a new file, in the place of one that an earlier try has left."""
-
-    @abstractmethod
-    def report(self, rank: int, report: Report) -> None:
-        """Tell rank 0, which asks for it by `find_report`, that a rank is done."""
-
-    @abstractmethod
-    def find_report(self, rank: int) -> Report | None: ...
-
-    @abstractmethod
-    def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
-        """Give it its name, when all files are there; on rank 0. An error says that it has not got it."""
-
-    @abstractmethod
-    def clean_up(self) -> None:
-        """Remove what was there for the writing, when it has its name; on rank 0. Can be done again."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Remove what was written, unless it has got its name; on rank 0."""
-
-
-def target_at(path: str | Path, token: str) -> Target:
-    """Make the target of a path. `token` is the same on all ranks, and another one for every save."""
-    if is_url(path):
-        from echelon.state.checkpoint.remote_target import RemoteTarget
-
-        return RemoteTarget(str(path), token)
-    return FolderTarget(as_folder(path), token)
-
-
 @final
-class FolderTarget(Target):
-    """A folder of a file system that all ranks share."""
+class FolderTarget:
+    """One checkpoint that is being written, in a folder of a file system that all ranks share.
+
+    Rank 0 begins and commits; every rank writes files.
+    """
 
     def __init__(self, path: Path, token: str) -> None:
         self.path = Path(os.path.realpath(path))
@@ -103,6 +67,7 @@ class FolderTarget(Target):
         self._lock: int | None = None
 
     def begin(self) -> None:
+        """Refuse a place where something else is, and prepare it; on rank 0."""
         check_replaceable(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.path.parent)
@@ -115,10 +80,12 @@ class FolderTarget(Target):
         return name
 
     def create(self, name: str) -> Sink:
+        """Make a new file, in the place of one that an earlier try has left."""
         (self.temporary / name).unlink(missing_ok=True)
         return DirectFile(self.temporary / name)
 
     def report(self, rank: int, report: Report) -> None:
+        """Tell rank 0, which asks for it by `find_report`, that a rank is done."""
         write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
 
     def find_report(self, rank: int) -> Report | None:
@@ -131,6 +98,7 @@ class FolderTarget(Target):
         return parse_report(data, path)
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
+        """Give it its name, when all files are there; on rank 0. An error says that it has not got it."""
         self._check_shared(files)
         for report in self.temporary.glob(_report_name("*")):  # also where an earlier try has failed here
             report.unlink()
@@ -140,6 +108,7 @@ class FolderTarget(Target):
         replace_folder(self.temporary, self.path)
 
     def clean_up(self) -> None:
+        """Remove what was there for the writing, when it has its name; on rank 0. Can be done again."""
         (self.path / _LOCK).unlink(missing_ok=True)
         sync_path(self.path.parent)
         remove_standby(self.path)
@@ -155,7 +124,7 @@ class FolderTarget(Target):
             )
 
     def abandon(self) -> None:
-        """Remove the temporary place; when the checkpoint has its name, that is the one which it replaced."""
+        """Remove what was written, unless it has got its name: then that is the one which it replaced."""
         for _ in range(_REMOVALS):
             shutil.rmtree(self.temporary, ignore_errors=True)
             if not self.temporary.exists():
@@ -255,3 +224,154 @@ def _is_of_ours(path: Path) -> bool:
     """Tell by the name: .NAME.TOKEN.part."""
     token = path.name.removesuffix(PART_SUFFIX).rpartition(".")[2]
     return len(token) == len(new_token()) and all(digit in "0123456789abcdef" for digit in token)
+
+
+def open_remote(url: str) -> tuple[Any, str]:
+    """Open the file system of a URL; returns it, and the path on it."""
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError:
+        raise UserError(
+            f"{url}: a URL needs fsspec, and the package of its kind of storage: pip install fsspec (s3fs "
+            "for s3://, gcsfs for gs://); or give a folder"
+        ) from None
+    try:
+        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url}: fsspec cannot open this kind of URL: {error}") from error
+    return fs, str(root).rstrip("/")
+
+
+@contextmanager
+def remote_errors() -> Iterator[None]:
+    """Raise all errors of packages for storage, which are of many kinds, as OSErrors."""
+    try:
+        yield
+    except (OSError, UserError):
+        raise
+    except Exception as error:
+        raise OSError(None, f"{type(error).__name__}: {error}") from error
+
+
+@final
+class RemoteTarget:
+    """The same in remote storage."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self._token = url, token
+        self._fs, self._root = open_remote(url)
+        self._manifest = b""  # that which was to be written, and the files that it lists
+        self._listed: set[str] = set()
+        self._is_committed = False
+
+    def begin(self) -> None:
+        names = sorted(remote_sizes(self._fs, self._root))
+        strange = [name for name in names if name != MANIFEST and not _is_object_of_ours(name)]
+        if strange:
+            raise UserError(
+                f"{self.url}: has objects that are no checkpoint of echelon's: {', '.join(strange[:3])}; "
+                "give a place where nothing is, or a checkpoint to replace"
+            )
+        with remote_errors():
+            self._fs.makedirs(self._root, exist_ok=True)  # for the kinds that have folders
+
+    def stored_name(self, name: str) -> str:
+        return name.replace(".safetensors", f"-{self._token}.safetensors")
+
+    def create(self, name: str) -> Sink:
+        with remote_errors():
+            return RemoteFile(self._fs.open(self._at(name), "wb"))
+
+    def report(self, rank: int, report: Report) -> None:
+        with remote_errors():
+            self._fs.pipe_file(self._at(self._report_name(rank)), json.dumps(report).encode())
+
+    def find_report(self, rank: int) -> Report | None:
+        place = self._at(self._report_name(rank))
+        with remote_errors():
+            try:
+                return parse_report(self._fs.cat_file(place), place)
+            except FileNotFoundError:
+                return None
+
+    def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
+        self._manifest, self._listed = manifest, set(files)
+        with remote_errors():
+            self._fs.pipe_file(self._at(MANIFEST), manifest)
+        self._is_committed = True
+
+    def clean_up(self) -> None:
+        self._remove(lambda name: name not in self._listed and name != MANIFEST)
+
+    def abandon(self) -> None:
+        if not self._may_be_committed():
+            self._remove(lambda name: self._token in name)
+
+    def _may_be_committed(self) -> bool:
+        """Return whether the manifest is there, or may be: an error of the network may have hidden it."""
+        if self._is_committed or not self._manifest:
+            return self._is_committed
+        try:
+            return bool(self._fs.cat_file(self._at(MANIFEST)) == self._manifest)
+        except FileNotFoundError:
+            return False
+        except Exception:  # of any package: it may be there, or not
+            return True
+
+    def _remove(self, is_removed: Callable[[str], bool]) -> None:
+        for name in sorted(remote_sizes(self._fs, self._root)):
+            if is_removed(name):
+                with remote_errors():
+                    self._fs.rm_file(self._at(name))
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _report_name(self, rank: int) -> str:
+        return f"report-{rank}-{self._token}.json"
+
+
+def remote_sizes(fs: Any, root: str) -> dict[str, int | None]:
+    """Return the bytes of what is under a path by name; None where the storage does not say how many."""
+    with remote_errors():
+        try:
+            entries = fs.ls(root, detail=True)
+        except FileNotFoundError:
+            return {}
+    sizes = {str(each["name"]).rstrip("/").rpartition("/")[2]: each.get("size") for each in entries}
+    return {name: size for name, size in sizes.items() if name and name != root.rpartition("/")[2]}
+
+
+def _is_object_of_ours(name: str) -> bool:
+    return name.startswith(("rank-", "report-")) and name.endswith((".safetensors", ".json"))
+
+
+@final
+class RemoteFile:
+    """An object that is being written; it is there when it is finished."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._is_finished = file, False
+
+    def write(self, memory: memoryview, count: int) -> None:
+        with remote_errors():
+            self._file.write(memory[:count])
+
+    def finish(self) -> None:
+        with remote_errors():
+            self._is_finished = True
+            self._file.close()
+
+    def close(self) -> None:
+        """Drop what was written, if it is not finished. Its name is of this save alone: it may also stay."""
+        if not self._is_finished:
+            with suppress(Exception):  # of any package; the error that led here is the one to raise
+                getattr(self._file, "discard", lambda: None)()
+
+
+Target = FolderTarget | RemoteTarget
+
+
+def target_at(path: str | Path, token: str) -> Target:
+    """Make the target of a path. `token` is the same on all ranks, and another one for every save."""
+    return RemoteTarget(str(path), token) if is_url(path) else FolderTarget(as_folder(path), token)

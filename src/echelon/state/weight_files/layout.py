@@ -22,27 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.state.ownership import Slice
 from echelon.state.weight_files.tensor_file import TensorEntry
 
 Shape = tuple[int, ...]
 Window = tuple[slice, ...]
 
 
-class Box(Protocol):
-    """A part of a tensor by its place; `echelon.state.ownership.Slice` is one."""
-
-    @property
-    def offsets(self) -> Shape: ...
-
-    @property
-    def sizes(self) -> Shape: ...
-
-
 class Region(NamedTuple):
-    """A box without a tensor."""
-
     offsets: Shape
     sizes: Shape
+
+
+Box = Region | Slice  # a part of a tensor by its place
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -201,7 +193,6 @@ class WeightLayout:
         return [*self.problems, *tensor_errors(stored, expected), *self._mixture_errors(found)]
 
     def _mixture_errors(self, found: Mapping[str, Described]) -> list[str]:
-        """List the tensors that are put together from parts of several types."""
         dtypes = {
             name: sorted({str(found[piece.stored].dtype) for piece in pieces if piece.stored in found})
             for name, pieces in self.pieces.items()

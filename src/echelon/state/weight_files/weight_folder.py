@@ -1,22 +1,37 @@
-"""A Hugging Face folder as the source of a model's weights: any box of any tensor, read by itself.
+"""A Hugging Face folder: the source of a model's weights, any box of any tensor; written file by file.
 
-It has config.json, and safetensors in one file or in shards with an index. Pickle is never read.
+It has config.json, and safetensors in one file or in shards with an index. Pickle is never read. To write,
+config.json is removed first and written last: a folder that has one is complete. The index of an earlier save
+is removed first too: it would lead to a mixture of old and new shards.
 """
 
 import hashlib
+import json
+import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import torch
 from torch import Tensor
 
+from echelon.collectives.buffer_layout import portions
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.state.bounded_json import MOST_BYTES, parse_json
 from echelon.state.weight_files.layout import Box, WeightLayout, read_pieces
-from echelon.state.weight_files.tensor_file import StoredTensor, is_text, nbytes, read_box, read_header
+from echelon.state.weight_files.tensor_file import (
+    StoredTensor,
+    TensorEntry,
+    is_text,
+    nbytes,
+    read_box,
+    read_header,
+    report_os_errors,
+    write_complete,
+    write_tensor_file,
+)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -97,7 +112,6 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(value: object) -> bool:
-    """Return whether it does not lead out of the folder."""
     return isinstance(value, str) and is_text(value) and Path(value).name == value
 
 
@@ -174,7 +188,6 @@ class WeightFolder:
 
     @property
     def ties(self) -> Collection[str]:
-        """Further names of tied tensors."""
         return self._layout.ties.keys()
 
     def describe(self) -> Iterator[str]:
@@ -203,13 +216,9 @@ class WeightFolder:
 
 def _sample(tensor: StoredTensor) -> str:
     """Return a digest of the first and the last bytes."""
-    size = nbytes(tensor.shape, tensor.dtype)
-    flat = tensor._replace(shape=(size,), dtype=torch.uint8)
-    digest = hashlib.blake2b(digest_size=8)
-    for window in (slice(0, min(_SAMPLED_BYTES, size)), slice(max(0, size - _SAMPLED_BYTES), size)):
-        block = torch.empty(window.stop - window.start, dtype=torch.uint8, device="cpu")
-        read_box(flat, (window,), block)
-        digest.update(block.numpy().tobytes())
+    size, digest = nbytes(tensor.shape, tensor.dtype), hashlib.blake2b(digest_size=8)
+    for begin, end in ((0, min(_SAMPLED_BYTES, size)), (max(0, size - _SAMPLED_BYTES), size)):
+        digest.update(_read_bytes(tensor, begin, end).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -218,12 +227,83 @@ def _is_equal(left: StoredTensor, right: StoredTensor) -> bool:
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
     num_bytes = nbytes(left.shape, left.dtype)
-    flat = [each._replace(shape=(num_bytes,), dtype=torch.uint8) for each in (left, right)]
     for begin in range(0, num_bytes, _COMPARED_BYTES):
-        window = (slice(begin, min(begin + _COMPARED_BYTES, num_bytes)),)
-        blocks = [torch.empty(window[0].stop - begin, dtype=torch.uint8, device="cpu") for _ in flat]
-        for tensor, block in zip(flat, blocks, strict=True):
-            read_box(tensor, window, block)
-        if not torch.equal(*blocks):
+        end = min(begin + _COMPARED_BYTES, num_bytes)
+        if not torch.equal(_read_bytes(left, begin, end), _read_bytes(right, begin, end)):
             return False
     return True
+
+
+def _read_bytes(tensor: StoredTensor, begin: int, end: int) -> Tensor:
+    out = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+    size = nbytes(tensor.shape, tensor.dtype)
+    read_box(tensor._replace(shape=(size,), dtype=torch.uint8), (slice(begin, end),), out)
+    return out
+
+
+SHARD_BYTES = 5 * 10**9
+
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+
+
+def write_folder(
+    folder: str | Path,
+    entries: Sequence[TensorEntry],
+    tensors: Iterable[Tensor],
+    config: Mapping[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the tensors, as `write_weights` does, and the config."""
+    write_weights(folder, entries, tensors, shard_bytes)
+    _write_json(Path(folder) / CONFIG, config)
+
+
+def write_weights(
+    folder: str | Path,
+    entries: Sequence[TensorEntry],
+    tensors: Iterable[Tensor],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the tensors, one for each entry and in their order; in shards above `shard_bytes`.
+
+    One tensor is in memory at a time, if the iterator keeps none. The config of an earlier save is removed.
+    """
+    folder = Path(folder)
+    files = split_shards(entries, shard_bytes)
+    with report_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, INDEX):
+            (folder / name).unlink(missing_ok=True)
+    remaining = iter(tensors)
+    for name, shard in files.items():
+        write_tensor_file(folder / name, shard, remaining)
+    if next(remaining, None) is not None:
+        raise UserError(f"{folder}: more tensors came than the {len(entries)} that were announced")
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for shard in files.values() for entry in shard)},
+            "weight_map": {entry.name: file for file, shard in files.items() for entry in shard},
+        }
+        _write_json(folder / INDEX, index)
+    with report_os_errors(folder):
+        for path in folder.iterdir():
+            if (path.name == WEIGHTS or _SHARD.fullmatch(path.name)) and path.name not in files:
+                path.unlink()  # of an earlier save
+
+
+def split_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> dict[str, list[TensorEntry]]:
+    """Split tensors over files, filled in order; a tensor larger than a shard has one to itself."""
+    shards = list(portions(entries, lambda entry: entry.nbytes, shard_bytes)) or [[]]
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+    def write(file: BinaryIO) -> None:
+        with report_os_errors(path):
+            file.write(text.encode())
+
+    write_complete(path, write)

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from echelon.data.dataset_loader import without_samples
 from echelon.data.sampler import rows_of_part
-from echelon.data.seeding import without_samples
 
 
 @final
@@ -18,8 +18,6 @@ class _NoSamples(list[Any]):
 
 @final
 class _PartOfBatch(Dataset[Any]):
-    """A dataset of which this replica reads its part of each batch."""
-
     def __init__(self, dataset: Any, replica: int, replicas: int) -> None:
         self._dataset, self._part = dataset, (replica, replicas)
 
@@ -50,7 +48,6 @@ class _Collate:
 
 
 def loader_of_part(loader: "DataLoader[Any]", replica: int, replicas: int) -> "DataLoader[Any]":
-    """Return a loader of this replica's part of each batch of `loader`."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     options: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if not is_stream:

@@ -14,22 +14,23 @@ Accelerate prepares nothing here: it would wrap the model, and cut batches by ra
 
 # ruff: noqa: ARG002 (the methods of a Trainer have its arguments)
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from echelon.engine import Engine, Metrics, parallelize
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_errors
 from echelon.plan import Plan
-from echelon.train.integrations.hf_arguments import taken_over
 from echelon.train.integrations.hf_batches import loader_of_part
-from echelon.train.integrations.hf_optimizer import EngineOptimizer, ModelInLoop, optimizer_maker
 
 if TYPE_CHECKING:
     _Trainer: Any  # that of transformers; its types leave out what is there while it trains
@@ -242,7 +243,6 @@ def _as_it_is(value: Any, *_: Any, **__: Any) -> Any:
 
 
 def _logits(output: Any, _: Any) -> Any:
-    """What a Trainer calls predictions: the logits."""
     return output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
@@ -265,3 +265,104 @@ def _in_order_of_epochs(loader: "DataLoader[Any]", accelerator: Any) -> "DataLoa
         use_seedable_sampler=accelerator.use_seedable_sampler,
         data_seed=accelerator.dataloader_config.data_seed,
     )
+
+
+# Argument → what to write in its place.
+_IN_PLAN = {
+    "bf16": "precision=bf16 in the plan",
+    "fp16": "precision=fp16 in the plan",
+    "gradient_checkpointing": "recompute=full in the plan",
+    "fsdp": "zero=3 in the plan",
+    "deepspeed": "zero=1, 2 or 3 in the plan",
+    "torch_compile": "compile=true in the plan",
+    "parallelism_config": "tensor=, context= or data= in the plan",
+    "auto_find_batch_size": "a batch that fits: echelon plan predicts its memory",
+    "label_smoothing_factor": "engine_options={'loss': a function of (output, targets)}",
+    "full_determinism": "set_seed: masks of dropout do not depend on the plan",
+    "load_best_model_at_end": "engine.load of the checkpoint that you choose",
+}
+
+
+def taken_over(args: Any, plan: Plan) -> tuple[Any, Plan]:
+    """Return the arguments that are left to the Trainer, and the plan with what they ask of it.
+
+    Gradient accumulation is microbatches of one larger batch.
+    """
+    errors = [
+        f"TrainingArguments({name}={value!r}): the engine does this; write {fix}"
+        for name, fix in _IN_PLAN.items()
+        if (value := getattr(args, name, None))
+    ]
+    raise_errors("the arguments of a Trainer with a plan", errors)
+    own = copy.copy(args)
+    accumulated = int(args.gradient_accumulation_steps)
+    own.gradient_accumulation_steps = 1
+    own._n_gpu = min(1, args.n_gpu)  # DataParallel would call the model in threads
+    return own, dataclasses.replace(plan, microbatches=plan.microbatches * accumulated)
+
+
+def optimizer_maker(
+    model: nn.Module, kind: Any, options: Mapping[str, Any], decayed: Iterable[str], weight_decay: float
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """Return the function that `parallelize` takes. Parameters decay by their names: no biases, no norms."""
+    own = {"params", "model", "optimizer_dict"} & options.keys()
+    if own or not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise UserError(
+            f"optim: {getattr(kind, '__name__', kind)} makes groups of whole parameters itself, and a rank "
+            "may hold a part of them; use an optimizer of torch (optim='adamw_torch'), or one of "
+            "echelon.optim by optimizer_cls_and_kwargs=(echelon.optim.Muon, {…})"
+        )
+    names = frozenset(decayed)
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        given = list(parameters)
+        decays = {parameter for name, parameter in model.named_parameters() if name in names}
+        groups = [
+            {"params": [each for each in given if each in decays], "weight_decay": weight_decay},
+            {"params": [each for each in given if each not in decays], "weight_decay": 0.0},
+        ]
+        return kind([group for group in groups if group["params"]], **options)
+
+    return make
+
+
+@final
+class EngineOptimizer:
+    """What a Trainer, its callbacks and its schedules see as the optimizer. The engine has made the update,
+    with the sums over ranks and the clipping that belong to it, when `step` is called."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._engine.optimizer.param_groups
+
+    def step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise UserError("optimizer.step(closure): the engine calls the model; leave the closure out")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing waits: the update has taken the gradients."""
+
+
+@final
+class ModelInLoop:
+    """What the loop of a Trainer sees as the wrapped model: it counts parameters, and drops gradients. Those
+    of the model itself may be a part, on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shapes = [
+            nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
+            for each in model.parameters()
+        ]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Whole ones, without values."""
+        return self._shapes
+
+    def count(self) -> int:
+        return sum(each.numel() for each in self._shapes)
+
+    def zero_grad(self) -> None:
+        """See `EngineOptimizer.zero_grad`."""

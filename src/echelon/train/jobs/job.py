@@ -5,7 +5,7 @@ library. job_file.py reads a TOML file into a Job, job_rules.py checks it, loop.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
@@ -257,3 +257,11 @@ def as_plain(job: Job) -> dict[str, Any]:
         return {name: value for name, value in items if value is not None and value != {}}
 
     return dataclasses.asdict(job, dict_factory=keep)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """flat({"a": {"b": 1}}) == {"a.b": 1}"""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

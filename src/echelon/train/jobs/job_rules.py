@@ -27,7 +27,7 @@ from echelon.train.jobs.machine_fit import host_memory_errors, rank_error, ranks
 from echelon.train.jobs.task_rules import DATA_CHECKS, MODEL_CHECKS, Findings
 from echelon.train.runs.run_folder import place_error
 from echelon.train.task import TASKS
-from echelon.train.trackers.kinds import tracker_errors
+from echelon.train.tracker_kinds import tracker_errors
 from echelon.update.nonfinite import why_unskippable
 from echelon.update.optim.learning_rate import schedule_errors
 from echelon.update.precision.loss_scaling import loss_scale_errors
@@ -194,7 +194,6 @@ def _check_optimizer(optimizer: OptimizerJob, findings: Findings) -> None:
 
 
 def _check_plan(job: Job, findings: Findings) -> Plan | None:
-    """The plan, if it is one."""
     if not job.plan.strip():
         findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
     if not findings.all_valid("plan"):

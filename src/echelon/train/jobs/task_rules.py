@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """The errors so far, and the invalid keys."""
-
     invalid: set[str]
     errors: list[str] = field(default_factory=list)
 
@@ -50,21 +48,13 @@ class Findings:
             return None
 
 
-_EXPERTS = [f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)]
 _SIZES = (
     *("layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence", "tied", "head_width", "qk_norm"),
-    *_EXPERTS,
+    *(f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)),
 )
 _TEXT_KEYS = ("data.dtype", "data.tokenizer", "data.field", "data.cache")
 _TASK_KEYS = {
-    "language": (
-        "sequence",
-        *(f"model.{name}" for name in _SIZES),
-        "data.dtype",
-        "data.tokenizer",
-        "data.field",
-        "data.cache",
-    ),
+    "language": ("sequence", *(f"model.{name}" for name in _SIZES), *_TEXT_KEYS),
     "images": ("model.image_size", "model.divisor", "data.augment"),
 }
 
@@ -81,7 +71,6 @@ def refuse_foreign_keys(job: Job, findings: Findings) -> None:
 
 
 def check_language_model(job: Job, findings: Findings) -> ModelConfig | None:
-    """The sizes of the model, if they are valid."""
     refuse_foreign_keys(job, findings)
     # Sizes are checked together only if all are known; otherwise check at least the preset.
     model = job.model if findings.all_valid("model") else job.model.without_sizes()

@@ -13,11 +13,10 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.planner.searching.request import is_request
 from echelon.state.checkpoint.folder import RUN_FILE, find_run
-from echelon.train.checkpoints import newest_step
+from echelon.train.checkpoints import has_copies, is_in_memory, newest_step
 from echelon.train.events import METRICS, last_step
-from echelon.train.jobs.job import Job, as_plain
+from echelon.train.jobs.job import Job, as_plain, flat
 from echelon.train.jobs.job_file import read_job, read_values
-from echelon.train.runs.memory_copies import has_copies, is_in_memory
 from echelon.train.runs.run_folder import FINISHED, PREEMPTED, link_errors, read_about
 
 MAY_CHANGE = (
@@ -28,8 +27,6 @@ MAY_CHANGE = (
 
 
 class Continued(NamedTuple):
-    """A run to go on with, and its job."""
-
     path: Path
     job: Job
 
@@ -116,20 +113,13 @@ def _continued(path: Path, job: Job) -> Continued:
 
 def _changes(before: Job, after: Job) -> list[str]:
     """An error for each key that would change what the run has trained so far."""
-    old, new = _flat(as_plain(before)), _flat(as_plain(after))
+    old, new = flat(as_plain(before)), flat(as_plain(after))
     return [
         f"{key}={_show(new.get(key))}: the run has {key}={_show(old.get(key))}, and cannot go on with "
         "another; leave it out, or train a new run"
         for key in dict.fromkeys([*old, *new])
         if key not in MAY_CHANGE and old.get(key) != new.get(key)
     ]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _show(value: Any) -> str:

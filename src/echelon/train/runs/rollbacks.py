@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from echelon.errors import UserError
 from echelon.state.bounded_json import MOST_BYTES, parse_json
@@ -34,6 +34,9 @@ from echelon.state.checkpoint.file_checks import read_regular
 from echelon.train.events import RolledBack
 from echelon.train.jobs.job import Job
 from echelon.update.nonfinite import NonfiniteError
+
+if TYPE_CHECKING:
+    from echelon.train.checkpoints import Checkpoints
 
 Range = tuple[int, int]  # the first batch, and the one after the last
 
@@ -122,8 +125,6 @@ class Trouble(NamedTuple):
 
 @final
 class SpikeWatch:
-    """Judges the losses of a training, one step after the other."""
-
     def __init__(self, factor: float, window: int) -> None:
         """`factor` 0: nothing is a spike."""
         self._factor = factor
@@ -161,15 +162,6 @@ class SpikeWatch:
 SKIPPED = "skipped_batches.json"
 
 
-class Checkpoints(Protocol):
-    """The checkpoints of a run, as far as this needs them (train/checkpoints.py)."""
-
-    @property
-    def num_rollbacks(self) -> int: ...
-    def can_roll_back(self, step: int) -> bool: ...
-    def roll_back(self, trouble: Trouble) -> RolledBack: ...
-
-
 class LossSpikeError(Exception):
     """The loss of a step has jumped; only the loop sees this."""
 
@@ -182,7 +174,7 @@ class LossSpikeError(Exception):
 class Rollbacks:
     """Decides whether a training that went wrong goes back, and does it; the same on every rank."""
 
-    def __init__(self, job: Job, checkpoints: Checkpoints) -> None:
+    def __init__(self, job: Job, checkpoints: "Checkpoints") -> None:
         self._job, self._checkpoints = job, checkpoints
 
     def after(self, error: LossSpikeError | NonfiniteError) -> RolledBack:

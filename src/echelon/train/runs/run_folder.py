@@ -81,7 +81,6 @@ class RunFolder:
         return folder
 
     def note(self, kind: str, **values: Any) -> None:
-        """Add to the events of the run."""
         moment = datetime.now(UTC).isoformat(timespec="seconds")
         about = self.about()
         events = [*about.get("events", ()), {"kind": kind, "time": moment, **values}]
@@ -113,13 +112,11 @@ class RunFolder:
         return path
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        """Add lines of JSON to a file."""
         path = self.path / name
         with explain_os_errors(path), path.open("a", encoding="utf-8") as file:
             file.writelines(strict_json.dump(line) + "\n" for line in lines)
 
     def fail(self, reason: str) -> None:
-        """Mark the run as failed, if writing is still possible."""
         # The disk may be full. Then the state stays `running`, which is not `finished` either.
         with suppress(UserError):
             self.mark("failed", {"reason": reason})

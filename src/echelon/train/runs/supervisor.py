@@ -25,22 +25,23 @@ from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import AUTO, Plan
 from echelon.quantities import counted
 from echelon.state.checkpoint.copies.folder import DAYS_KEPT, MemoryFolder, forget_all
-from echelon.state.checkpoint.copies.to_disk import HostCopies
-from echelon.train.checkpoints import checkpoint_folder, newest_step
+from echelon.state.checkpoint.copies.rank_file import HostCopies
+from echelon.train.checkpoints import (
+    RunMemory,
+    checkpoint_folder,
+    folder_of,
+    is_in_memory,
+    memory_of_run,
+    newest_in_memory,
+    newest_step,
+)
 from echelon.train.events import Noted, Restarting
 from echelon.train.jobs.job import Job
 from echelon.train.jobs.job_rules import job_errors
 from echelon.train.jobs.machine_fit import most_ranks_here
 from echelon.train.loop import train_rank
 from echelon.train.run import Run
-from echelon.train.runs.memory_copies import (
-    RunMemory,
-    folder_of,
-    is_in_memory,
-    memory_of_run,
-    newest_in_memory,
-)
-from echelon.train.runs.preempted import Preempted
+from echelon.train.runs import Preempted
 from echelon.train.runs.stopping import Sigterm
 
 
@@ -60,7 +61,6 @@ def fit_job(job: Job) -> Job:
 
 
 def change(job: Job, fitted: Job) -> str:
-    """Return the note about a plan that was changed."""
     return (
         f"elastic: {ranks_available()} {'ranks' if is_under_torchrun() else 'devices'} for the plan "
         f"'{job.plan}'; training with '{fitted.plan}', and the same global batch of {job.batch}"
@@ -126,7 +126,6 @@ class CopyRescue:
             self._memory.stays = False
 
     def _newest(self) -> HostCopies | None:
-        """The copies in memory that are newer than all checkpoints on disk."""
         run = self._run.folder.path
         folder = folder_of(self._job, run)
         return None if folder is None else HostCopies.newest(folder, newest_step(self._job, run), self._say)

@@ -140,10 +140,8 @@ def _copy_into(weights: list[Bucket], named: Sequence[tuple[str, nn.Parameter]])
 
 
 def _serve_on(reference: weakref.ref[Server]) -> None:
-    """A server outlives its workers; its threads keep it alive as long as there are any.
-
-    A thread that waits in Gloo also aborts the process if its peer goes away while the interpreter ends.
-    """
+    """A server outlives its workers; its threads keep it alive as long as there are any. A thread that waits
+    in Gloo also aborts the process if its peer goes away while the interpreter ends."""
     server = reference()
     if server is not None and getattr(sys, "last_value", None) is None:  # else no worker is served
         server.linger(_PATIENCE_SECONDS)

@@ -44,10 +44,8 @@ class PushResult(NamedTuple):
 
 @dataclass(eq=False)
 class Gradient:
-    """One worker's gradient, in buckets; `used` flags parameters in the model's order.
-
-    Times `factor` it is that of the loss total. In fp16 that product may be too small or too large.
-    """
+    """One worker's gradient, in buckets; `used` flags parameters in the model's order. Times `factor` it is
+    that of the loss total. In fp16 that product may be too small or too large."""
 
     buckets: list[Bucket]
     used: Tensor
@@ -323,10 +321,8 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 @final
 class Clocks:
-    """The steps that workers have completed. None may start more than `staleness` ahead of the slowest.
-
-    A worker that rests (it waits for all others to rest too) or is gone delays no other.
-    """
+    """The steps that workers have completed. None may start more than `staleness` ahead of the slowest. A
+    worker that rests (it waits for all others to rest too) or is gone delays no other."""
 
     def __init__(self, workers: int, staleness: float) -> None:
         self._staleness = staleness

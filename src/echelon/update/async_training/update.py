@@ -108,11 +108,9 @@ def _arrived(used: set[nn.Parameter], buckets: list[Bucket], parameter: Tensor) 
 
 @final
 class AsyncUpdate(Update):
-    """Workers along a group; the process of replica 0 hosts the server beside its worker.
-
-    `ranks` are the world's numbers of this group's. `schedule`: version → factor of the learning rate.
-    `stepper`: how the server updates.
-    """
+    """Workers along a group; the process of replica 0 hosts the server beside its worker. `ranks` are the
+    world's numbers of this group's. `schedule`: version → factor of the learning rate. `stepper`: how the
+    server updates."""
 
     def __init__(
         self,

@@ -253,6 +253,11 @@ class HostStepper(LocalStepper):
     def changed(self) -> list[LocalParameter]:
         return [twin.local for twin in self._twins.all if self.weights.is_changed(twin)]
 
+    def end_rehearsal(self, changed: Sequence[LocalParameter]) -> None:
+        tensors = {each.tensor for each in changed}
+        twins = [twin for twin in self._twins.all if twin.version is not None]
+        self.weights.record_versions(twin for twin in twins if twin.local.tensor not in tensors)
+
     def take_over(self, local: Sequence[LocalParameter]) -> None:
         for each in local:  # also where the address is what it was again
             self._twins.of(each).forget_version()

@@ -12,6 +12,7 @@ messages per update.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, final
 
@@ -148,19 +149,15 @@ def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
     _add_norms(entries, [sums[entry.part.number][0] for entry in entries], weights)
     matrices = [entry for entry in entries if _is_factored(entry)]
     for statistic, dim in ((1, -1), (2, -2)):
-        norms = [[_norms(gradient, dim, sums.dtype) for gradient in entry.gradients] for entry in matrices]
+        # As the root of sums of squares: in one pass over the gradient, without a copy of it.
+        norm = partial(torch.linalg.vector_norm, dim=dim, keepdim=True, dtype=sums.dtype)
+        norms = [[norm(gradient) for gradient in entry.gradients] for entry in matrices]
         _square([norm for of_one in norms for norm in of_one])
         targets = [
             [inside(sums[entry.part.number][statistic], box) for box in entry.part.boxes]
             for entry in matrices
         ]
         in_turns(torch._foreach_add_, targets, norms)
-
-
-def _norms(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """As the root of sums of squares: in one pass over the gradient, without a copy of it."""
-    norms: Tensor = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True, dtype=dtype)
-    return norms
 
 
 def _square(values: list[Tensor]) -> None:

@@ -144,19 +144,14 @@ def schedule_errors(
     name: str | None, total: int | None, warmup: int, decay: int | None, floor: float | None
 ) -> list[str]:
     """Every error of the arguments of `by_name`; a name or total of None is not checked."""
-    errors = [] if name is None else _name_errors(name, decay, floor)
-    return errors + _errors(total, warmup, decay, floor)
-
-
-def _name_errors(name: str, decay: int | None, floor: float | None) -> list[str]:
     errors = []
-    if name not in NAMES:
+    if name is not None and name not in NAMES:
         errors.append(f"'{name}' is not known{did_you_mean(name, NAMES)}")
     if decay is not None and name in ("constant", "cosine"):
         errors.append(f"decay={decay}: only wsd has it; leave it out, or use wsd")
     if floor is not None and name == "constant":
         errors.append(f"floor={floor}: constant does not decay; leave it out, or use cosine or wsd")
-    return errors
+    return errors + _errors(total, warmup, decay, floor)
 
 
 def _errors(total: int | None, warmup: int, decay: int | None, floor: float | None) -> list[str]:

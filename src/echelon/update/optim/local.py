@@ -40,11 +40,9 @@ class FirstState(NamedTuple):
 
 @final
 class FirstStates(defaultdict[Tensor, State]):
-    """The state of an optimizer, in which that of a tensor is made when it is asked for.
-
-    The user may read and edit it between steps. It is that of what is updated here: a parameter of the model
-    in whose place something else is updated has none, and is refused.
-    """
+    """The state of an optimizer, in which that of a tensor is made when it is asked for. The user may read
+    and edit it between steps. It is that of what is updated here: a parameter of the model in whose place
+    something else is updated has none, and is refused."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*(given or (dict,)))
@@ -155,9 +153,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def make_local(
-    make: Make,
-    parameters: Sequence[nn.Parameter],
-    held: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+    make: Make, parameters: Sequence[nn.Parameter], held: Mapping[nn.Parameter, Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """The optimizer that `make` makes of `parameters`, each replaced by the parts that are `held` of it."""
     optimizer = make_whole(make, parameters)
@@ -201,9 +197,7 @@ def _first_states(
 
 
 def make_whole(make: Make, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that `make` makes of whole parameters.
-
-    torch refuses an optimizer without parameters, which a stage of frozen layers has. It gets placeholders: a
-    function may take matrices and vectors apart.
-    """
+    """The optimizer that `make` makes of whole parameters. torch refuses an optimizer without parameters,
+    which a stage of frozen layers has. It gets placeholders: a function may take matrices and vectors
+    apart."""
     return make(parameters or [nn.Parameter(torch.zeros(shape)) for shape in ((1, 1), (1,))])

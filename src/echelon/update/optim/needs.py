@@ -24,21 +24,8 @@ class Need(StrEnum):
 
 
 # The optimizers of torch whose update of an element depends only on the history of that element.
-_ELEMENTWISE = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-# Those that need one whole parameter at a time.
-_WHOLE = ("Adafactor", "Muon")
+_ELEMENTWISE = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"
+_WHOLE = "Adafactor Muon"  # those that need one whole parameter at a time
 
 
 def need_of(optimizer: torch.optim.Optimizer) -> Need | None:
@@ -86,6 +73,6 @@ def _declared(optimizer: torch.optim.Optimizer, declared: object) -> Need:
     return Need(str(declared))
 
 
-def _is_torch_s(optimizer: torch.optim.Optimizer, names: tuple[str, ...]) -> bool:
+def _is_torch_s(optimizer: torch.optim.Optimizer, names: str) -> bool:
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in names
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in names.split()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import UserError
 from echelon.state.checkpoint.saved import SavedParameter
 from echelon.update.optim.local import begin_like
 from echelon.update.optim.needs import inner_optimizers, works_by_element
@@ -24,10 +25,8 @@ Forms = Mapping[str, Any]  # by key: a tensor, of at most one element, or a numb
 def state_forms(
     optimizer: torch.optim.Optimizer, tensor: nn.Parameter, *, fused: bool = False
 ) -> Forms | None:
-    """The state that the optimizer makes of a tensor, as small as it can be; None if it is unknown.
-
-    `fused`: its kernel is chosen for each update (offload=optimizer).
-    """
+    """The state that the optimizer makes of a tensor, as small as it can be; None if it is unknown. `fused`:
+    its kernel is chosen for each update (offload=optimizer)."""
     owner = owner_of(optimizer, tensor)
     return None if owner is None else _forms(*owner, tensor, fused=fused)
 
@@ -76,6 +75,39 @@ def _after_one_step(
     return {key: value for key, value in copy.state[small].items() if value is not None}
 
 
+def check_gradient(optimizer: torch.optim.Optimizer, name: str, updated: nn.Parameter, grad: Tensor) -> None:
+    """Raise if the optimizer cannot take `grad` for `updated`, which is (of) the parameter `name`."""
+    owner = owner_of(optimizer, updated)
+    if owner is None:
+        return
+    inner, group = owner
+    if isinstance(inner, SumOptimizer):
+        inner.check(updated, grad)
+    elif grad.is_sparse:  # all take dense ones
+        try:
+            _try_on_copy(inner, group, updated, grad)
+        except RuntimeError as error:
+            raise UserError(
+                f"optimizer {type(inner).__name__}: {name} has a sparse gradient, which it does not take "
+                f"({error}); set sparse=False in the embedding, or use torch.optim.SGD"
+            ) from error
+
+
+def _try_on_copy(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], updated: nn.Parameter, grad: Tensor
+) -> None:
+    copy = nn.Parameter(updated.detach().clone())
+    copy.grad = grad.to(copy.dtype, copy=True)
+    groups, state = optimizer.param_groups, optimizer.state
+    # What a fused kernel does not take is not left to it.
+    optimizer.param_groups = [group | {"params": [copy]} | ({"fused": None} if "fused" in group else {})]
+    optimizer.state = begin_like(state, copy, updated)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
+
+
 @torch.no_grad()
 def load_state(
     optimizer: torch.optim.Optimizer,
@@ -86,10 +118,8 @@ def load_state(
     *,
     fused: bool = False,
 ) -> None:
-    """Replace the state of `updated`, of which memory has these strides.
-
-    `whole_parts`: state that belongs to the whole parameter, whatever is here of it.
-    """
+    """Replace the state of `updated`, of which memory has these strides. `whole_parts`: state that belongs to
+    the whole parameter, whatever is here of it."""
     before = optimizer.state.pop(updated, {})
     if not saved.state_parts and not saved.numbers:
         return  # never updated

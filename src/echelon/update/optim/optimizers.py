@@ -28,7 +28,12 @@ class CombinedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        _check_apart(groups)
+        parameters = [p for group in groups for p in group["params"]]
+        if len(set(parameters)) < len(parameters):
+            raise UserError(
+                f"CombinedOptimizer: {len(parameters) - len(set(parameters))} parameters are in several of "
+                "the optimizers; give each parameter to one of them"
+            )
         super().__init__([{"params": []}], {})
         self.param_groups = groups
         for optimizer in self.optimizers:
@@ -87,15 +92,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             if isinstance(optimizer, SumOptimizer):
                 optimizer.share(exchange)
-
-
-def _check_apart(groups: Sequence[dict[str, Any]]) -> None:
-    parameters = [p for group in groups for p in group["params"]]
-    if len(set(parameters)) < len(parameters):
-        raise UserError(
-            f"CombinedOptimizer: {len(parameters) - len(set(parameters))} parameters are in several of the "
-            "optimizers; give each parameter to one of them"
-        )
 
 
 def make_optimizer(settings: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

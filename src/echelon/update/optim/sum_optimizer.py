@@ -45,10 +45,8 @@ def inside(statistic: Tensor, box: Box) -> Tensor:
 
 
 class Part(NamedTuple):
-    """The part of a whole parameter that one tensor, which an optimizer updates, is.
-
-    `views` are those of a tensor like it (its gradient, say): one for each of the `boxes`, in its shape.
-    """
+    """The part of a whole parameter that one tensor, which an optimizer updates, is. `views` are those of a
+    tensor like it (its gradient, say): one for each of the `boxes`, in its shape."""
 
     number: int  # of the parameter, in its Exchange
     boxes: Sequence[Box]
@@ -149,10 +147,8 @@ class Entry(NamedTuple):
 @final
 @dataclass
 class Work:
-    """One update on one device: the parameters of each group that have gradients, one type at a time.
-
-    `keep` is 1, or 0 on the device where the update must change nothing; all gradients are 0 then.
-    """
+    """One update on one device: the parameters of each group that have gradients, one type at a time. `keep`
+    is 1, or 0 on the device where the update must change nothing; all gradients are 0 then."""
 
     exchange: Exchange
     buffers: dict[str, StatisticsBuffer] = field(default_factory=dict)
@@ -200,10 +196,8 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         vars(self).setdefault("uses_up_gradients", False)
 
     def share(self, exchange: Exchange) -> None:
-        """From now on ranks update together, each what it has: all of them call `step` alike.
-
-        An update may then leave anything in the memory of gradients.
-        """
+        """From now on ranks update together, each what it has: all of them call `step` alike. An update may
+        then leave anything in the memory of gradients."""
         self._work, self.uses_up_gradients = [Work(exchange)], True
 
     @torch.no_grad()

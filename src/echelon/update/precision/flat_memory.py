@@ -11,10 +11,8 @@ from echelon.nn.triton_support import has_triton
 
 
 def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised tensors of the shapes and strides of `like`, in one memory per device.
-
-    A tensor of `like` that is not dense (a slice of columns) gets the strides that a copy of it has.
-    """
+    """Uninitialised tensors of the shapes and strides of `like`, in one memory per device. A tensor of `like`
+    that is not dense (a slice of columns) gets the strides that a copy of it has."""
     views: dict[int, Tensor] = {}
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(like):
@@ -65,11 +63,9 @@ _SMALLEST_PORTION = 2**20
 
 
 def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The weights in portions, by what must be copied of their gradients: at most half of it at a time.
-
-    So bf16 gradients and their copies take no more than float32 gradients would, unless one weight is more
-    than half of all, or all copies are small.
-    """
+    """The weights in portions, by what must be copied of their gradients: at most half of it at a time. So
+    bf16 gradients and their copies take no more than float32 gradients would, unless one weight is more than
+    half of all, or all copies are small."""
     sizes = {
         weight: _copied_bytes(weight.grad, master)
         for weight, master in zip(weights, masters, strict=True)

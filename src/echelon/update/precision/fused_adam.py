@@ -44,10 +44,8 @@ class Part(NamedTuple):
 
 @final
 class Prepared:
-    """Arguments of the kernel for some masters, valid while all but gradients lies where it lay.
-
-    It holds no gradient: those of the next step may need the memory.
-    """
+    """Arguments of the kernel for some masters, valid while all but gradients lies where it lay. It holds no
+    gradient: those of the next step may need the memory."""
 
     def __init__(self, groups: Sequence[int], elements: Sequence[Element], addresses: list[int]) -> None:
         """`groups`: the parameter group of each element; `addresses`: of all but gradients."""

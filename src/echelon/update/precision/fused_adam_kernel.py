@@ -95,27 +95,17 @@ def _pointer(row, column, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _update_tile(  # type: ignore[no-untyped-def]
-    weight_at,
-    gradient_at,
-    master_at,
-    mean_at,
-    square_at,
+    at,
     left,
-    factor,
-    step_size,
-    correction,
-    decay,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    eps,
+    rates,
     decoupled: tl.constexpr,
     weight_type: tl.constexpr,
-    tile_size: tl.constexpr,
+    size: tl.constexpr,
     masked: tl.constexpr,
 ):
-    places = tl.arange(0, tile_size)
+    weight_at, gradient_at, master_at, mean_at, square_at = at
+    factor, step_size, correction, decay, beta1, rest1, beta2, rest2, eps = rates
+    places = tl.arange(0, size)
     inside = places < left if masked else None
     gradient = tl.load(gradient_at + places, mask=inside).to(tl.float32) * factor
     master = tl.load(master_at + places, mask=inside)
@@ -164,55 +154,17 @@ def _update(  # type: ignore[no-untyped-def]
     row = rows + parameter * columns
     first = tl.load(tiles + program).to(tl.int64) * tile_size
     left = tl.load(row + columns - 1) - first
-    weight = _pointer(row, 0, weight_type) + first
-    gradient = _pointer(gradients, parameter, gradient_type) + first
-    master = _pointer(row, 1, tl.float32) + first
-    mean = _pointer(row, 2, tl.float32) + first
-    square = _pointer(row, 3, tl.float32) + first
-    factor = 1.0 / tl.load(inverse)
+    at = (
+        _pointer(row, 0, weight_type) + first,
+        _pointer(gradients, parameter, gradient_type) + first,
+        _pointer(row, 1, tl.float32) + first,
+        _pointer(row, 2, tl.float32) + first,
+        _pointer(row, 3, tl.float32) + first,
+    )
     step_size, correction = tl.load(step_sizes + parameter), 1.0 / tl.load(corrections + parameter)
+    rates = (1.0 / tl.load(inverse), step_size, correction, decay, beta1, rest1, beta2, rest2, eps)
     # Masks would have the kernel read one element at a time: only the last tile of a parameter has one.
     if left >= tile_size:
-        _update_tile(
-            weight,
-            gradient,
-            master,
-            mean,
-            square,
-            left,
-            factor,
-            step_size,
-            correction,
-            decay,
-            beta1,
-            rest1,
-            beta2,
-            rest2,
-            eps,
-            decoupled,
-            weight_type,
-            tile_size,
-            False,
-        )
+        _update_tile(at, left, rates, decoupled, weight_type, tile_size, False)
     else:
-        _update_tile(
-            weight,
-            gradient,
-            master,
-            mean,
-            square,
-            left,
-            factor,
-            step_size,
-            correction,
-            decay,
-            beta1,
-            rest1,
-            beta2,
-            rest2,
-            eps,
-            decoupled,
-            weight_type,
-            tile_size,
-            True,
-        )
+        _update_tile(at, left, rates, decoupled, weight_type, tile_size, True)

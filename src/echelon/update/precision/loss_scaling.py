@@ -113,29 +113,23 @@ def loss_scale_errors(choice: object, precision: str | None) -> list[str]:
     """Why a training cannot scale its losses so. `precision`: the plan's, if it is known."""
     if choice is None:
         return []
-    errors = _setting_errors(choice)
+    errors = []
+    if isinstance(choice, DynamicScale):
+        if not _is_number(choice.start) or choice.start < SMALLEST:
+            errors.append(f"loss_scale: DynamicScale(start={choice.start!r}): must be a number, at least 1")
+        if not _is_number(choice.factor) or choice.factor <= 1:
+            errors.append(f"loss_scale: DynamicScale(factor={choice.factor!r}): must be a number above 1")
+        if not isinstance(choice.interval, int) or isinstance(choice.interval, bool) or choice.interval < 1:
+            errors.append(
+                f"loss_scale: DynamicScale(interval={choice.interval!r}): must be a number of steps"
+            )
+    elif choice != "dynamic" and not (_is_number(choice) and choice > 0):  # type: ignore[operator]
+        errors.append(f"loss_scale={choice!r}: must be 'dynamic', a number above 0, or a DynamicScale")
     if precision not in (None, "fp16"):
         errors.append(
             f"loss_scale={choice!r} precision={precision}: only losses of fp16 are scaled, others have the "
             "range of float32; drop loss_scale, or use precision=fp16"
         )
-    return errors
-
-
-def _setting_errors(choice: object) -> list[str]:
-    if choice == "dynamic":
-        return []
-    if not isinstance(choice, DynamicScale):
-        if _is_number(choice) and choice > 0:  # type: ignore[operator]
-            return []
-        return [f"loss_scale={choice!r}: must be 'dynamic', a number above 0, or a DynamicScale"]
-    errors = []
-    if not _is_number(choice.start) or choice.start < SMALLEST:
-        errors.append(f"loss_scale: DynamicScale(start={choice.start!r}): must be a number, at least 1")
-    if not _is_number(choice.factor) or choice.factor <= 1:
-        errors.append(f"loss_scale: DynamicScale(factor={choice.factor!r}): must be a number above 1")
-    if not isinstance(choice.interval, int) or isinstance(choice.interval, bool) or choice.interval < 1:
-        errors.append(f"loss_scale: DynamicScale(interval={choice.interval!r}): must be a number of steps")
     return errors
 
 

@@ -24,12 +24,7 @@ from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make
 from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, without_memory
-from echelon.update.precision.stepper import (
-    LocalStepper,
-    copy_all,
-    takes_portions,
-    with_gradients,
-)
+from echelon.update.precision.stepper import LocalStepper, copy_all, takes_portions, with_gradients
 
 
 class ElementRuns(NamedTuple):
@@ -71,9 +66,7 @@ def _grid(sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
 
 
 _PER_WORD = 4  # elements per hash
-_QUIET_NAN = (
-    0x00400000  # the highest bit of the fraction: what is not a number stays so without its lower half
-)
+_QUIET_NAN = 0x00400000  # the highest bit of the fraction: it stays not a number without its lower half
 _CPU_TILE, _GPU_TILE = 1 << 16, 1 << 22  # elements at a time, which bounds the memory beside the result
 
 
@@ -127,14 +120,10 @@ def round_stochastically(weight: Tensor, value: Tensor, key: int, runs: Sequence
 def _round(target: Tensor, source: Tensor, key: int, runs: ElementRuns) -> None:
     for tile in _tiles(runs, source.device):
         places = tile.in_part[:, None] + torch.arange(tile.length, device=source.device)
-        target[places] = round_with(source[places], _noise(key, tile))
-
-
-def round_with(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 as bf16, given 16 random bits for each element."""
-    bits = values.view(torch.int32)
-    rounded = torch.where(values.isnan(), bits | _QUIET_NAN, bits + noise) >> 16
-    return rounded.to(torch.int16).view(torch.bfloat16)
+        values = source[places]
+        bits = values.view(torch.int32)
+        rounded = torch.where(values.isnan(), bits | _QUIET_NAN, bits + _noise(key, tile)) >> 16
+        target[places] = rounded.to(torch.int16).view(torch.bfloat16)
 
 
 def _noise(key: int, runs: ElementRuns) -> Tensor:

@@ -15,7 +15,8 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from echelon.nn.hashing import ROUNDS, WEYL, signed
+from echelon.nn.dropout.kernel import mix
+from echelon.nn.hashing import WEYL, signed
 from echelon.update.precision.rounding import ElementRuns
 
 _MOST_WORDS = 512  # of a tile
@@ -23,8 +24,6 @@ _WARPS = 4  # for a tile of `_MOST_WORDS`
 _MOST_PROGRAMS = 2**31 - 1  # a limit of CUDA for the first dim of a grid
 
 _WEYL = tl.constexpr(WEYL)
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift, _ in ROUNDS)
-_FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in ROUNDS[:2])
 
 
 def round_runs(target: Tensor, source: Tensor, key: int, runs: ElementRuns) -> None:
@@ -47,34 +46,17 @@ def round_runs(target: Tensor, source: Tensor, key: int, runs: ElementRuns) -> N
         )
 
 
-@triton.jit
-def _mix(number):  # type: ignore[no-untyped-def]
-    """splitmix64, of unsigned numbers."""
-    number ^= number >> _SHIFT_1
-    number *= _FACTOR_1
-    number ^= number >> _SHIFT_2
-    number *= _FACTOR_2
-    return number ^ (number >> _SHIFT_3)
-
-
 # What changes from call to call is not specialized: Triton would compile again.
 @triton.jit(do_not_specialize=["key", "length", "num_tiles"])  # type: ignore[untyped-decorator, unused-ignore]
 def _round(  # type: ignore[no-untyped-def]
-    target,
-    source,
-    key,
-    in_part,
-    in_whole,
-    length,
-    num_tiles,
-    words: tl.constexpr,
+    target, source, key, in_part, in_whole, length, num_tiles, words: tl.constexpr
 ):
     program = tl.program_id(0)
     run, tile = program // num_tiles, program % num_tiles
     begin = tl.load(in_whole + run).to(tl.int64)
     first_word = (begin >> 2) + tile.to(tl.int64) * words
     counters = (first_word + tl.arange(0, words).to(tl.int64)).to(tl.uint64) * _WEYL
-    hashes = _mix(key.to(tl.int64).to(tl.uint64) + counters)
+    hashes = mix(key.to(tl.int64).to(tl.uint64) + counters)
     even = tl.interleave(hashes.to(tl.int32), (hashes >> 32).to(tl.int32))
     noise = tl.interleave(even & 0xFFFF, (even >> 16) & 0xFFFF)
 

@@ -16,11 +16,10 @@ from echelon.errors import UserError
 from echelon.parallel.data.sharing import Sharing
 from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice
-from echelon.update.gradient_checks import check_gradient
 from echelon.update.numbers import Flag, Number
 from echelon.update.optim.local import Make, make_local
 from echelon.update.optim.needs import inner_optimizers, need_of, works_by_element
-from echelon.update.optim.optimizer_state import load_state
+from echelon.update.optim.optimizer_state import check_gradient, load_state
 from echelon.update.precision.flat_memory import as_float32, dense_strides, divide, flat_views, without_memory
 from echelon.update.precision.fused_adam import FusedAdam
 from echelon.update.precision.optimizer_call import (
@@ -104,6 +103,10 @@ class Stepper(ABC):
     def changed(self) -> list[LocalParameter]:
         """Return weights from the host that the user has changed since the last update."""
         return []
+
+    def end_rehearsal(self, changed: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where
+        # weights are updated themselves)
+        """Passes have marked weights as updated, and none was: the user has changed only `changed`."""
 
     def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
         # are updated themselves)
@@ -197,10 +200,8 @@ class DirectStepper(LocalStepper):
 
 @final
 class MasterStepper(LocalStepper):
-    """The optimizer works on float32 copies of the weights, which share one memory.
-
-    They are made for the first update: until then they are what the weights are, and take no memory.
-    """
+    """The optimizer works on float32 copies of the weights, which share one memory. They are made for the
+    first update: until then they are what the weights are, and take no memory."""
 
     def __init__(
         self,

@@ -95,11 +95,9 @@ _Boxes = list[tuple[int, Tensor]]  # each with the rank that it goes to, or come
 
 @final
 class WholeStepper(Stepper):
-    """The optimizer works on whole parameters, each on one of the ranks that hold it.
-
-    `masters`: they stay here between updates, in float32. Else they are put together for each update; with
-    `rounding` in float32, and what goes back is rounded.
-    """
+    """The optimizer works on whole parameters, each on one of the ranks that hold it. `masters`: they stay
+    here between updates, in float32. Else they are put together for each update; with `rounding` in float32,
+    and what goes back is rounded."""
 
     def __init__(
         self,
@@ -132,7 +130,10 @@ class WholeStepper(Stepper):
         )
         updated = list(dict.fromkeys(self._wholes[route.local] for route in routes.wholes))
         # Masters of all parameters, as one device has them: also of those that no update ever reaches.
-        self._bring_weights(self._present_routes(chosen) if self._masters else routes)
+        present = self._routes
+        if chosen is not None and self.by_unit:  # the weights that are on the device
+            present = present.only(lambda local: local.tensor in chosen)
+        self._bring_weights(present if self._masters else routes)
         if self._changed:  # on all ranks alike
             self._follow_changes()
         for whole in updated:
@@ -149,12 +150,6 @@ class WholeStepper(Stepper):
             self._is_here.clear()
             for whole in updated:
                 whole.data = without_memory(whole, whole.dtype)
-
-    def _present_routes(self, chosen: set[nn.Parameter] | None) -> Routes:
-        """Return the routes of all weights that are on the device."""
-        if chosen is None or not self.by_unit:
-            return self._routes
-        return self._routes.only(lambda local: local.tensor in chosen)
 
     def _rounded(self, routes: Routes) -> dict[nn.Parameter, Tensor]:
         """The new weights of what was updated, in the type of the weights."""

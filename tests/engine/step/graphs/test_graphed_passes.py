@@ -170,6 +170,7 @@ class Drawing(nn.Module):
         return nn.functional.dropout(self.linear(x + 0.1 * torch.randn_like(x)), 0.3, self.training)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(
     "make",
@@ -183,6 +184,7 @@ def test_a_replay_draws_the_numbers_of_its_own_step(make: Callable[[], nn.Module
     check_replays(make, f"precision=fp64 microbatches={microbatches}")
 
 
+@pytest.mark.slow
 def test_dropout_of_compiled_layers_runs_as_it_is() -> None:
     engine = engine_of(nn.Sequential(network(), nn.Dropout(0.5)), "graphs=true precision=fp64 compile=true")
     recorded(engine)

@@ -15,7 +15,7 @@ from echelon.engine.step.runtime.flight import (
     wanted,
 )
 from echelon.engine.step.runtime.message import Gradients, Spec
-from echelon.nn.autograd.in_place import enter
+from echelon.nn.autograd.leaves import enter
 from tests.cases import stop
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.collectives.cuda_timing import EventClock
+from echelon.collectives.work import EventClock
 from echelon.engine.step.runtime.message import Spec, layout
 from echelon.launching import Ranks
 from echelon.plan import Plan

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from echelon.collectives.cuda_timing import EventClock
+from echelon.collectives.work import EventClock
 from echelon.engine.step.runtime.span_timer import HostClock, SpanTimer, clock_of
 from echelon.program import Instruction, Op, Span
 from tests.collectives.fake_device import FakeDevice, FakeWork

@@ -91,6 +91,7 @@ def normalised() -> nn.Module:
     return nn.Sequential(Normalised(), Normalised(), nn.Linear(6, 5))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("replicas", ["data=1", "data=2 zero=1"])
 def test_buffers_are_those_of_one_device(replicas: str) -> None:
     verdict = assert_equal(vector_case(normalised), f"pipeline=2 microbatches=1 {replicas}")
@@ -292,6 +293,7 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plan", "tied"), [("schedule=1f1b", False), ("schedule=zero-bubble", True), ("data=2", True)]
 )
@@ -314,6 +316,7 @@ def stopped() -> nn.Sequential:
     return nn.Sequential(Hidden(), Hidden(), Stopping(), nn.Linear(WIDTH, 5))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     " data=2 zero=1-gpipe",
     " data=2 zero=1-pipedream-2bw",

@@ -14,7 +14,7 @@ from echelon.collectives.torch_group import TorchGroup
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.nn.wrapping import Wrapping
-from echelon.parallel.data.zero.unit_agreement import GatherAgreement, check_same_units, explain_mismatch
+from echelon.parallel.data.zero.residency import GatherAgreement, check_same_units, explain_mismatch
 from echelon.parallel.data.zero.units import divide_units
 from echelon.parallel.data.zero.zero import Zero
 from tests.cases import adamw

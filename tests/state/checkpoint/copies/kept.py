@@ -17,7 +17,7 @@ from echelon.plan import Plan
 from echelon.state.checkpoint.copies import folder as folder_module
 from echelon.state.checkpoint.copies.folder import MemoryFolder
 from echelon.state.checkpoint.copies.keeper import MemoryCopies
-from echelon.state.checkpoint.copies.to_disk import HostCopies
+from echelon.state.checkpoint.copies.rank_file import HostCopies
 from echelon.state.checkpoint.manifest import OtherVersionError
 from echelon.verify.contract import make_engine
 from tests.state.checkpoint.copies.host_files import make_other_version

@@ -26,7 +26,7 @@ from echelon.state.checkpoint.copies.folder import (
     step_of,
     write_small,
 )
-from echelon.state.checkpoint.copies.network import Sending, num_files, receivers, sendings, whole_generations
+from echelon.state.checkpoint.copies.keeper import Sending, num_files, receivers, sendings, whole_generations
 
 
 def test_only_this_user_can_read_it(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from echelon.engine.step.graphs.static_feed import LiveFeed, StaticFeed
 from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.runtime.script import Script
 from echelon.errors import UserError
-from echelon.nn.buffer_snapshot import BufferSnapshot
+from echelon.nn.forward_state import BufferSnapshot
 from echelon.parallel.observer import Observers
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan

@@ -8,7 +8,7 @@ from torch import nn
 
 from echelon.engine.step.balance import DiscardStatistics
 from echelon.engine.step.side_effects import FirstForward
-from echelon.engine.traces.recorder import Recorder as TraceRecorder
+from echelon.engine.trace import Recorder as TraceRecorder
 from echelon.engine.watch.outside import AbsentReads
 from echelon.memory.meter import METERED_STEPS, Meter
 from echelon.nn.autograd.generators import GeneratorStates

@@ -27,7 +27,7 @@ from echelon.engine.step.runtime.versions import Versions
 from echelon.engine.step.runtime.wire import Wire
 from echelon.errors import UserError
 from echelon.launching import at_instruction
-from echelon.nn.autograd.in_place import enter
+from echelon.nn.autograd.leaves import enter
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from echelon.collectives.cuda_timing import cuda_clock
+from echelon.collectives.work import cuda_clock
 from echelon.program import Instruction, Span
 
 

@@ -55,10 +55,8 @@ class HostWeights:
 
     @property
     def values(self) -> Tensor:
-        """The host's memory, for the host to read and, while nothing is here, to write.
-
-        Waits for the last store: a copy from the device runs behind the host's back.
-        """
+        """The host's memory, for the host to read and, while nothing is here, to write. Waits for the last
+        store: a copy from the device runs behind the host's back."""
         if self._store is not None:
             self._store.join()
         return self.memory

@@ -36,10 +36,8 @@ def divide_units(
     largest: int = LARGEST,
     only: Collection[nn.Parameter] | None = None,
 ) -> list[Unit]:
-    """The units of `model`, in its order: by its layers if it lists them, else by size.
-
-    `only`: divide these parameters, and leave the others to other sets.
-    """
+    """The units of `model`, in its order: by its layers if it lists them, else by size. `only`: divide these
+    parameters, and leave the others to other sets."""
     names = {module: name for name, module in model.named_modules()}
     modules = unit_modules(model, smallest, largest)
     modules += [*_tied_outside(model, modules), model]

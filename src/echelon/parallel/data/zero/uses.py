@@ -27,8 +27,7 @@ from echelon.nn.tracing import untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import Unit
 from echelon.parallel.data.zero.flat import FlatUnit
-from echelon.parallel.data.zero.residency import Residency
-from echelon.parallel.data.zero.unit_agreement import GatherAgreement, explain_mismatch
+from echelon.parallel.data.zero.residency import GatherAgreement, Residency, explain_mismatch
 from echelon.parallel.data.zero.weight_views import Placement
 
 
@@ -88,9 +87,7 @@ class UseHooks:
 
     def _begin_backward(self, use: Use, consumers: list[Use]) -> None:
         """The gradient of an output is there: a use that had only it as input is through, and leaves first.
-
-        Its own hook would tell only after this one, and one more unit would be gathered meanwhile.
-        """
+        Its own hook would tell only after this one, and one more unit would be gathered meanwhile."""
         for consumer in consumers:
             self.end_backward(consumer)
         if not use.in_backward and not use.over:

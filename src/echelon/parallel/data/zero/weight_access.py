@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.errors import UserError
-from echelon.nn.autograd.attributes import FUNCTIONS_WITHOUT_VALUES
-from echelon.nn.tracing import untraced
+from echelon.nn.tracing import FUNCTIONS_WITHOUT_VALUES, untraced
 from echelon.nn.wrapping import Wrapping
 from echelon.parallel.data.parameter_set import ParameterSet
 from echelon.state.ownership import LocalParameter

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.collectives.fingerprint import device_fingerprint
+from echelon.collectives.agreement import device_fingerprint
 from echelon.errors import UserError
 from echelon.parallel.data.zero.weight_access import FreedParameter
 
@@ -135,10 +135,8 @@ class WeightViews:
 
 @final
 class ChangedRuns:
-    """Finds runs of this rank's part that a pass has changed, which no version tells of.
-
-    Flags stay on the device until `finish`: to read one would wait for all that was launched before.
-    """
+    """Finds runs of this rank's part that a pass has changed, which no version tells of. Flags stay on the
+    device until `finish`: to read one would wait for all that was launched before."""
 
     def __init__(self, shards: Sequence[Tensor] | None, *, watches: bool = True) -> None:
         """`shards`: the runs as the rank keeps them on the device; None where it keeps them nowhere there,

@@ -38,8 +38,12 @@ from echelon.parallel.data.sharing import Problem, Sharing, Storages, local_grad
 from echelon.parallel.data.zero.flat import FlatUnit, UnitOwner
 from echelon.parallel.data.zero.gradient_sums import GradientSums, UnitGradient, preallocate
 from echelon.parallel.data.zero.host_weights import HostPlace, HostRun, HostUnit, flatten
-from echelon.parallel.data.zero.residency import Residency
-from echelon.parallel.data.zero.unit_agreement import GatherAgreement, check_same_units, explain_mismatch
+from echelon.parallel.data.zero.residency import (
+    GatherAgreement,
+    Residency,
+    check_same_units,
+    explain_mismatch,
+)
 from echelon.parallel.data.zero.units import backward_order, find_root
 from echelon.parallel.data.zero.uses import UnitUses, common_placement
 from echelon.parallel.data.zero.weight_views import lost_change
@@ -119,14 +123,9 @@ class Zero(Sharing, UnitOwner):
             names = [unit.name for unit in units]
             device = self.parameter_set.device
             self._agreement = GatherAgreement(self._shard_group, self._group, names, device)
+        needs, ledger, root = [unit.needs for unit in units], self._group.ledger, find_root(units)
         self.residency = Residency(
-            self._units,
-            [unit.needs for unit in units],
-            self._prefetch,
-            self._group.ledger,
-            find_root(units),
-            self._agreement,
-            stores=stores,
+            self._units, needs, self._prefetch, ledger, root, self._agreement, stores=stores
         )
         self._uses = None
         if moves:

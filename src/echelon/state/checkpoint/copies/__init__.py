@@ -9,8 +9,8 @@
         generation-1/                         the same, of the save before or after it
 
 folder       where the files of a run are; a file in memory, which is written like a tensor
-network      which rank's copy goes to which host, and how
-rank_file    what a rank owns, in its file
-keeper       all of it, for an engine: save every so many steps, find the newest that is whole
-to_disk      all of it as a checkpoint on disk, where no rank will go on from memory
+rank_file    what a rank owns, in its file; and those of all ranks as a checkpoint on disk, where no rank will
+             go on from memory
+keeper       all of it, for an engine: save every so many steps, send to another host, find the newest that is
+             whole
 """

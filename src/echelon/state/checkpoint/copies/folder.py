@@ -72,7 +72,7 @@ class MemoryFolder:
                 )
             for slot in range(_NUM_SLOTS):
                 self.slot(slot).mkdir(mode=0o700, exist_ok=True)
-            write_small(self.path / _OWNER, _describe_process(owner).encode() + b"\n" + self._run)
+            write_small(self.path / _OWNER, f"{_namespace()} {owner} {began(owner)}\n".encode() + self._run)
         except OSError as error:
             raise UserError(
                 f"keep='memory': cannot make {self.path}: {error.strerror or error}; set {VARIABLE} to a "
@@ -80,7 +80,6 @@ class MemoryFolder:
             ) from error
 
     def is_private(self) -> bool:
-        """Return whether it is a folder of this user, for this user alone."""
         found = self.path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
@@ -171,7 +170,6 @@ def file_name(rank: int) -> str:
 
 
 def memory_root() -> Path:
-    """Return the RAM disk of this host, or what the environment names."""
     root = Path(os.environ.get(VARIABLE) or _RAM_DISK)
     if not root.is_dir():
         raise UserError(
@@ -231,15 +229,11 @@ def _used(folder: Path) -> int:
     return used
 
 
-def _describe_process(pid: int) -> str:
-    """Return a text that no other process has: each container may have a process 7."""
-    return f"{_namespace()} {pid} {_began(pid)}"
-
-
 def _is_dead(owner: str) -> bool:
-    # The number of a dead process may be another process's now: the time when it began tells.
-    namespace, pid, began = [*owner.split(" "), "", "", ""][:3]
-    return namespace == _namespace() and pid.isdecimal() and _began(int(pid)) != began
+    # The number of a dead process may be another process's now: the time when it began tells. And each
+    # container may have a process 7.
+    namespace, pid, when = [*owner.split(" "), "", "", ""][:3]
+    return namespace == _namespace() and pid.isdecimal() and began(int(pid)) != when
 
 
 def _namespace() -> str:
@@ -249,7 +243,7 @@ def _namespace() -> str:
         return "host"
 
 
-def _began(pid: int) -> str:
+def began(pid: int) -> str:
     """Return when a process began, as the system counts; nothing if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]

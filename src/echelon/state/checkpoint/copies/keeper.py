@@ -5,12 +5,24 @@ save    each rank copies all that it owns to a file in memory; a thread hashes i
         one is whole
 find    ranks list what their hosts have, and agree on the newest generation of which there is the file of
         every rank; a rank that has lost its own gets it from the host that keeps its copy
+
+    hosts      a  a  b  b  c  c
+    rank       0  1  2  3  4  5
+    its copy   2  3  4  5  0  1           and back, to a rank that has lost its file
+
+The thread sends and receives over a process group of its own: no training step waits for it.
+
+    sender       sizes | manifest | piece 0 | piece 1 | …         all are queued at once, from where they are
+    receiver     sizes | manifest | piece 0 | …                   one at a time, to where they will be
+
+Bytes are bytes: nothing that arrives is run, and what is read from it later is compared with its hash.
 """
 
 import math
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -24,7 +36,7 @@ from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.state.assembly import RankSlice, exchange_slices
 from echelon.state.checkpoint.assignment import signature
-from echelon.state.checkpoint.copies import network, rank_file
+from echelon.state.checkpoint.copies import rank_file
 from echelon.state.checkpoint.copies.folder import (
     Entry,
     MappedFile,
@@ -34,19 +46,101 @@ from echelon.state.checkpoint.copies.folder import (
     host_name,
     step_of,
 )
-from echelon.state.checkpoint.copies.network import (
-    Found,
-    RankCopy,
-    Sending,
-    num_files,
-    receivers,
-    sendings,
-    whole_generations,
-)
-from echelon.state.checkpoint.file_image import FileLayout
-from echelon.state.checkpoint.manifest import Manifest, OtherVersionError
+from echelon.state.checkpoint.manifest import MOST_BYTES, Manifest, OtherVersionError
+from echelon.state.checkpoint.part_writer import FileLayout
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import OwnedSlice
+
+Found = Mapping[str, Sequence[int]]  # by generation, the ranks whose files are there
+
+
+class Sending(NamedTuple):
+    """A file of rank `receiver`, which the rank `sender` has on its host."""
+
+    sender: int
+    receiver: int
+
+
+def receivers(hosts: Sequence[str]) -> list[int | None]:
+    """Return by rank the rank that keeps its copy; None where all ranks are on one host."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return [None] * len(hosts)
+    members = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
+    chosen: list[int | None] = []
+    for rank, host in enumerate(hosts):
+        following = members[names[(names.index(host) + 1) % len(names)]]
+        chosen.append(following[members[host].index(rank) % len(following)])
+    return chosen
+
+
+def whole_generations(found: Sequence[Found]) -> list[str]:
+    """List the generations with a file of every rank on some host, newest first; `found`: by rank."""
+    names = sorted({name for of_rank in found for name in of_rank}, reverse=True)
+    ranks = set(range(len(found)))
+    return [name for name in names if ranks <= {rank for each in found for rank in each.get(name, ())}]
+
+
+def sendings(generation: str, found: Sequence[Found]) -> list[Sending]:
+    """Return how each rank without its file gets it."""
+    holders = [set(of_rank.get(generation, ())) for of_rank in found]
+    return [
+        Sending(next(other for other, held in enumerate(holders) if rank in held), rank)
+        for rank, here in enumerate(holders)
+        if rank not in here
+    ]
+
+
+PIECE_BYTES = 1 << 26
+_MOST_FILE_BYTES = 1 << 50
+
+
+class RankCopy(NamedTuple):
+    """The bytes of a manifest, and of the file that it describes."""
+
+    manifest: Tensor
+    file: Tensor
+
+
+def num_files(host: str, hosts: Sequence[str], keepers: Sequence[int | None]) -> int:
+    """Return how many ranks have their state on a host: its own, and those whose copies it keeps."""
+    copies = [keeper for keeper in keepers if keeper is not None and hosts[keeper] == host]
+    return list(hosts).count(host) + len(copies)
+
+
+def send(copy: RankCopy | None, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begin to send a copy, or the word that there is none. Its memory must stay until each work is done."""
+    if copy is None:
+        parts = [torch.zeros(2, dtype=torch.int64)]
+    else:
+        sizes = torch.tensor([copy.manifest.numel(), copy.file.numel()])
+        parts = [sizes, copy.manifest, *copy.file.split(PIECE_BYTES)]
+    return [work for part in parts if (work := dist.isend(part, to, group)) is not None]
+
+
+def receive(make_room: Callable[[int], Tensor], source: int, group: dist.ProcessGroup) -> RankCopy:
+    """Receive a file into the memory of `make_room(size)`; if that raises, drop it: no sender waits."""
+    sizes = torch.empty(2, dtype=torch.int64)
+    dist.recv(sizes, source, group)
+    manifest_bytes, file_bytes = sizes.tolist()
+    if manifest_bytes == file_bytes == 0:
+        raise UserError(f"rank {source} could not make its copy in memory, and sends none")
+    if not 0 < manifest_bytes <= MOST_BYTES or not 0 < file_bytes <= _MOST_FILE_BYTES:
+        raise UserError(f"rank {source} sends a copy of {file_bytes} bytes, which no rank has")
+    manifest = torch.empty(manifest_bytes, dtype=torch.uint8)
+    dist.recv(manifest, source, group)
+    try:
+        file = make_room(file_bytes)
+    except UserError:
+        # The sender has queued all of it: a receiver that does not take it would block the next save.
+        dropped = torch.empty(min(file_bytes, PIECE_BYTES), dtype=torch.uint8)
+        for begin in range(0, file_bytes, PIECE_BYTES):
+            dist.recv(dropped[: file_bytes - begin], source, group)
+        raise
+    for piece in file.split(PIECE_BYTES):
+        dist.recv(piece, source, group)
+    return RankCopy(manifest, file)
+
 
 Say = Callable[[str], None]
 
@@ -143,7 +237,7 @@ class MemoryCopies:
         receiver = self._receivers[self._group.rank]
         if receiver is None or self._network is None:
             return
-        sent = network.send(copy, receiver, self._network)
+        sent = send(copy, receiver, self._network)
         errors: list[UserError] = []
         for source in [rank for rank, each in enumerate(self._receivers) if each == self._group.rank]:
             try:
@@ -159,7 +253,7 @@ class MemoryCopies:
         """Receive the file of `rank` from `source`, and write its manifest when it is whole."""
         assert self._network is not None
         slot = self._folder.free_slot(rank, kept)
-        copy = network.receive(lambda size: self._room(slot, rank, size), source, self._network)
+        copy = receive(lambda size: self._room(slot, rank, size), source, self._network)
         self._folder.write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
 
     def _room(self, slot: int, rank: int, size: int) -> Tensor:
@@ -254,17 +348,14 @@ class MemoryCopies:
     def _send_back(self, generation: str, missing: Sequence[Sending], before: "_Attempt") -> "_Attempt":
         """Send files to the ranks that have lost them, which open them."""
         assert self._network is not None, "a file that this host has is not missing on it"
-        sent = [
-            work for rank, copy in before.sent.items() for work in network.send(copy, rank, self._network)
-        ]
+        sent = [work for rank, copy in before.sent.items() for work in send(copy, rank, self._network)]
         attempt = before
         for sender in [each.sender for each in missing if each.receiver == self._group.rank]:
             try:
                 self._receive(sender, self._group.rank, generation, generation)
                 attempt = self._open(generation, ())
             except UserError as error:
-                attempt = _Attempt()
-                attempt.errors.append([str(error), _DAMAGED])
+                attempt = _Attempt(errors=[[str(error), _DAMAGED]])
         for work in sent:
             work.wait()
         return attempt
@@ -286,10 +377,10 @@ class MemoryCopies:
         return gather_values(value, self._group, self._device)
 
 
+@dataclass
 class _Attempt:
     """The files of a generation that a rank has opened, and the errors: each text with its kind."""
 
-    def __init__(self) -> None:
-        self.saved: SavedState | None = None
-        self.sent: dict[int, RankCopy] = {}
-        self.errors: list[list[str]] = []
+    saved: SavedState | None = None
+    sent: dict[int, RankCopy] = field(default_factory=dict)
+    errors: list[list[str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A folder of torch.distributed.checkpoint (DCP), as FSDP2, torchtitan and others write it.
+"""A folder of torch.distributed.checkpoint (DCP): read as FSDP2, torchtitan and others write it; written.
 
     .metadata       a pickle file: shape, type and chunks of each tensor, and where the bytes of a chunk are
     __0_0.distcp    the chunks of rank 0, one behind the other, each as torch.save writes a tensor
@@ -9,17 +9,24 @@ A tensor is put together from its chunks, whatever ranks wrote them. Of an optim
     optimizer.state.NAME.exp_avg             a tensor
     optimizer.param_groups.0.lr              plain values, as torch.save writes them; .params lists names
     optimizer.param_groups.NAME.lr           with flatten_optimizer_state_dict
+
+`write_dcp` writes one for other programs, which torch.distributed.checkpoint.load reads.
 """
 
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.errors import UserError, raise_errors
 from echelon.state.weight_files.foreign.restricted_pickle import Inert, load_pickle, load_torch
@@ -31,6 +38,7 @@ from echelon.state.weight_files.foreign.tensors import (
     as_step,
     plain_options,
 )
+from echelon.state.weight_files.tensor_file import TensorEntry, report_os_errors
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint."
@@ -111,7 +119,6 @@ def _optimizer(foreign: ForeignTensors, read_plain: Callable[[str], Any]) -> For
 
 
 def _read_plain(folder: Path, name: str, where: Mapping[Any, Any]) -> Any:
-    """Read an entry that is no tensor."""
     try:
         place = where[name, ()]
         file = _file_of(folder, place)
@@ -176,3 +183,29 @@ def _read(folder: Path, name: str, stored: _Stored) -> Tensor:
         box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
         out[box] = part.detach()
     return out
+
+
+def write_dcp(folder: str | Path, entries: Sequence[TensorEntry], fetch: Callable[[str], Tensor]) -> None:
+    """Write the tensors of entries; `fetch(name)` is called for each in order, and few are in memory."""
+    state = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
+    # A file for each tensor, one after the other: torch keeps those of one file in memory together.
+    writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
+    with report_os_errors(Path(folder)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        try:
+            save(state, storage_writer=writer, planner=_FetchingPlanner(fetch), no_dist=True)
+        except CheckpointException as error:  # which hides that of the disk, or of `fetch`
+            ((cause, _),) = error.failures.values()
+            raise cause from error
+
+
+@final
+class _FetchingPlanner(DefaultSavePlanner):
+    """Plans with tensors of the meta device, and fetches each when it is written."""
+
+    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._fetch = fetch
+
+    def lookup_object(self, index: Any) -> Tensor:
+        return self._fetch(index.fqn)

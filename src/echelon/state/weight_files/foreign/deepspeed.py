@@ -3,7 +3,7 @@
 zero/NAME/fp32.pt, exp_avg.pt, …      universal: each parameter whole; of ZeRO 3 as one row of values
 zero/optimizer_state.pt               options of the optimizer's groups
 *_optim_states.pt                     ZeRO: rows of values
-*mp_rank_00_model_states.pt           names and shapes; buffers and frozen parameters (model_states.py)
+*mp_rank_00_model_states.pt           names and shapes; buffers and frozen parameters (zero.py)
 """
 
 import math
@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.state.weight_files.foreign.model_states import ModelStates
 from echelon.state.weight_files.foreign.restricted_pickle import load_torch
 from echelon.state.weight_files.foreign.tensors import (
     STEP,
@@ -24,7 +23,7 @@ from echelon.state.weight_files.foreign.tensors import (
     as_step,
     describe,
 )
-from echelon.state.weight_files.foreign.zero import OPTIMIZER_FILES, first_state, open_zero
+from echelon.state.weight_files.foreign.zero import OPTIMIZER_FILES, ModelStates, first_state, open_zero
 
 LATEST, _UNIVERSAL = "latest", "zero"
 _MASTER, _COMMON = "fp32.pt", "optimizer_state.pt"

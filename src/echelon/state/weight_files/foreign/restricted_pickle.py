@@ -103,7 +103,6 @@ _MODULE: Any = SimpleNamespace(__name__="restricted", Unpickler=RestrictedUnpick
 
 
 def load_pickle(path: Path) -> Any:
-    """Load a plain pickle file."""
     try:
         if path.stat().st_size > MOST_METADATA_BYTES:
             raise UserError(

@@ -78,6 +78,10 @@ class ForeignTensors(NamedTuple):
             made.append(TensorEntry(name.removeprefix(prefix), shape, wanted))
         return made
 
+    def like(self, name: str) -> Tensor:
+        shape, dtype = self.shapes[name]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
     def weights(self, prefix: str | None) -> tuple[str, list[str]]:
         """The model's tensors and what stands before their names: `prefix`, or what is found.
 

@@ -1,1 +1,0 @@
-"""Traces: when each instruction and each collective of some steps ran, on every rank, for Perfetto."""

@@ -1,1 +1,0 @@
-"""Trackers: where the numbers of a training go, beside its run folder."""
