@@ -64,7 +64,7 @@ def test_a_rank_takes_its_positions_of_a_batch() -> None:
 
 def test_layers_know_the_true_length_and_what_they_share_while_they_run() -> None:
     sharding = sharding_of("context=2", 0)
-    with sharding.around(6, {"attention_mask": 1}, nullcontext):
+    with sharding.around(6, {"attention_mask": 1}, nullcontext)():
         assert sharding.view.whole_length(4) == 6
         assert sharding.view.shared == {"attention_mask": 1}
     assert sharding.view.whole_length(4) == 8

@@ -175,9 +175,12 @@ class FlagExchange:
     """Flags on their way to the other ranks. To read the result is to wait for the device. A rank that has
     set all of them knows it without: so in most steps no host waits."""
 
-    def __init__(self, flags: Sequence[bool], group: Group, device: torch.device) -> None:
+    def __init__(
+        self, flags: Sequence[bool], group: Group, device: torch.device, *, overlaps: bool = False
+    ) -> None:
+        """`overlaps`: this rank does other work before it waits."""
         self._flags, self._on_device = flags, _to_device(flags, device)
-        self._handle = group.all_reduce(self._on_device, "max", wait=False)
+        self._handle = group.all_reduce(self._on_device, "max", wait=False, overlaps=overlaps)
 
     def wait(self) -> Sequence[bool]:
         self._handle.wait()

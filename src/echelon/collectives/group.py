@@ -4,7 +4,8 @@ All bytes between ranks go through a Group. So one place checks and counts them,
 for. A subclass only moves bytes: it implements the underscored methods, one for each operation.
 
 Ranks are numbered within the group, 0 … size−1. Every operation blocks by default. With `wait=False` it
-returns at once, and the caller must call `wait()` of the Handle before it uses the tensors again.
+returns at once, and the caller must call `wait()` of the Handle before it uses the tensors again. With
+`overlaps=False` it does so soon: no other thread is woken to advance the operation until then.
 """
 
 import threading
@@ -113,29 +114,40 @@ class Group(ABC):
 
     # The same for every kind of group: check, count, begin, wait, measure.
 
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True, overlaps: bool = True
+    ) -> Handle:
         """Reduce all ranks' `tensor`, in place on every rank."""
         share = 2 * (self.size - 1) * tensor.nbytes // self.size
         traffic = Traffic(tensor.nbytes, share, share)
-        return self._do("all_reduce", traffic, wait, partial(self._all_reduce, tensor, op), tensor, detail=op)
+        begin = partial(self._all_reduce, tensor, op)
+        return self._do("all_reduce", traffic, wait, begin, tensor, detail=op, overlaps=overlaps)
 
     def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        op: Reduction = "sum",
+        *,
+        wait: bool = True,
+        overlaps: bool = True,
     ) -> Handle:
         """Put part r of the reduction of all ranks' `tensor` into `output` of rank r."""
         self._check_parts("reduce_scatter", whole=tensor, part=output)
         share = tensor.nbytes - output.nbytes
         traffic = Traffic(tensor.nbytes, share, share)
         begin = partial(self._reduce_scatter, output, tensor, op)
-        return self._do("reduce_scatter", traffic, wait, begin, output, tensor, detail=op)
+        return self._do("reduce_scatter", traffic, wait, begin, output, tensor, detail=op, overlaps=overlaps)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, *, wait: bool = True) -> Handle:
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, *, wait: bool = True, overlaps: bool = True
+    ) -> Handle:
         """Put all ranks' `tensor`, one after the other, into `output` of every rank."""
         self._check_parts("all_gather", whole=output, part=tensor)
         share = output.nbytes - tensor.nbytes
         traffic = Traffic(output.nbytes, share, share)
         begin = partial(self._all_gather, output, tensor)
-        return self._do("all_gather", traffic, wait, begin, output, tensor)
+        return self._do("all_gather", traffic, wait, begin, output, tensor, overlaps=overlaps)
 
     def all_to_all(
         self,
@@ -247,6 +259,7 @@ class Group(ABC):
         detail: str = "",
         peer: int | None = None,
         rows: tuple[list[int], list[int]] | None = None,
+        overlaps: bool = True,
     ) -> Handle:
         if self.is_closed:
             raise RuntimeError(f"{operation} along {self.axis}: the group is closed; make a new engine")
@@ -274,7 +287,8 @@ class Group(ABC):
         if wait:
             handle.wait()
         else:
-            work.in_background()
+            if overlaps:
+                work.in_background()
             timing.overlap(work)
         return handle
 

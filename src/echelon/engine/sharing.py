@@ -15,10 +15,10 @@ from echelon.parallel.data.batch_norm import check_worker_norms, synchronize_bat
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.data.grad_accumulation import accumulate_in_place
 from echelon.parallel.data.parameter_server import ParameterServer
-from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, named_subset
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, Unit, named_subset
 from echelon.parallel.data.sharing import Sharing, SingleReplica
 from echelon.parallel.data.zero.host_weights import HostPlace
-from echelon.parallel.data.zero.units import divide_units
+from echelon.parallel.data.zero.units import divide_units, merge_units
 from echelon.parallel.data.zero.zero import Zero
 from echelon.parallel.expert.modules import experts_of
 from echelon.parallel.layer_sharding import LayerSharding
@@ -56,6 +56,9 @@ def share_stages(
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
         sets = parameter_sets(module, mesh, shared, split.tied, layers.norm_elsewhere, smallest_unit)
         sharings = [share(each, mesh.plan, wrapping, prefetch, host) for each in sets]
+        for sharing in sharings:
+            if sharing.reducer is not None:
+                sharing.reducer.is_alone = mesh.plan.stages == 1
         buffers = Buffers(module, mesh.group("weights"))
         stages[number] = Stage(number, module, sharings, buffers, smallest_unit)
     return LocalStages(stages, split.program, split.boundaries)
@@ -98,7 +101,7 @@ def parameter_sets(
             name,
             named_subset(module, parameters),
             group,
-            divide_units(module, smallest_unit, only=parameters) if _by_unit(mesh.plan, group) else [],
+            _units(module, mesh.plan, group, smallest_unit, parameters),
             [each for each in shared_gradients if each.parameter in parameters],
             norm_elsewhere=frozenset(norm_elsewhere),
             sum_in_float32=mesh.plan.gradients == "fp32",
@@ -108,6 +111,14 @@ def parameter_sets(
 
     sets = [make("experts", experts, ("experts", "expert_shard", "expert_copies"))] if experts else []
     return [*sets, make("dense", dense, ("weights", "shard", "copies"))]
+
+
+def _units(
+    module: nn.Module, plan: Plan, group: Group, smallest_unit: int, parameters: frozenset[nn.Parameter]
+) -> list[Unit]:
+    units = divide_units(module, smallest_unit, only=parameters) if _by_unit(plan, group) else []
+    stays_whole = plan.zero == 1 and plan.update == "step" and not plan.offload
+    return merge_units(units) if stays_whole else units
 
 
 def _by_unit(plan: Plan, group: Group) -> bool:

@@ -89,11 +89,14 @@ def shared_inputs(inputs: Any) -> dict[str, Any]:
     return inputs.shared if isinstance(inputs, Inputs) else {}
 
 
+_ONLY_TENSORS = {Tensor}
+
+
 def tensors_of(structure: Any) -> list[Tensor]:
     """List the tensors of nested tuples, lists, dicts and Inputs, in their order."""
     if type(structure) is Tensor:  # as most are: torch's walk of a tree costs ten times as much
         return [structure]
-    if type(structure) in (tuple, list) and all(type(each) is Tensor for each in structure):
+    if type(structure) in (tuple, list) and {*map(type, structure)} == _ONLY_TENSORS:
         return list(structure)
     return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
 
@@ -164,7 +167,7 @@ def take_part(batch: Any, index: int, parts: int) -> Any:
 
 
 def _samples(batch: Any, begin: int, end: int) -> Any:
-    if type(batch) is tuple and all(type(each) is Tensor for each in batch):  # as most batches are
+    if type(batch) is tuple and {*map(type, batch)} == _ONLY_TENSORS:  # as most batches are
         return tuple(each[begin:end] for each in batch)
     return tree_map(lambda leaf: leaf[begin:end] if isinstance(leaf, Tensor) else leaf, batch)
 

@@ -148,13 +148,15 @@ class LayerSharding:
             self.user_loss, self.whole_loss, self.loss, self._ignores = own
             self.logits.are_joined = self.logits.are_seen = False
 
-    @contextmanager
-    def deferring(self, *, trains: bool) -> Iterator[None]:
-        """Inside is a forward pass whose output goes to the loss: logits may wait for one that is known."""
+    def deferring(self, *, trains: bool) -> AbstractContextManager[None] | None:
+        """Around a forward pass whose output goes to the loss: logits may wait for one that is known."""
         takes_deferred = isinstance(self.loss, WaitingLoss) and self.loss.takes_deferred
         knows_loss = takes_deferred or split_loss(self.user_loss) is not None
-        self.deferral.is_allowed = knows_loss and not self.logits.are_seen
-        self.deferral.differentiates = trains
+        return self._allowing(trains) if knows_loss and not self.logits.are_seen else None
+
+    @contextmanager
+    def _allowing(self, trains: bool) -> Iterator[None]:
+        self.deferral.is_allowed, self.deferral.differentiates = True, trains
         try:
             yield
         finally:
@@ -277,11 +279,12 @@ class LayerSharding:
         true_length: int | None,
         shared: Mapping[str, Any],
         scope: Callable[[], AbstractContextManager[None]],
-    ) -> AbstractContextManager[None]:
-        """Around a forward pass: layers know the true length of the sequence, and what all may ask for."""
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Return what opens a forward pass: layers know the true length of the sequence, and what all may ask
+        for."""
         if true_length is None and not shared and self._hidden_padding is None:
-            return scope()  # the view stays as it is
-        return _inside(self.view.seeing(true_length, shared), scope)
+            return scope  # the view stays as it is
+        return lambda: _inside(self.view.seeing(true_length, shared), scope)
 
     # Dropout and gates.
 

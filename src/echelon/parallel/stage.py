@@ -84,9 +84,10 @@ class Stage:
         self.mark_run()
         if self._num_forwards == 1:
             self._counted_before = attributes(self.counted)
-            return call_stage(self.module, value)
-        with no_iteration(self._iterated), attributes_as(self._counted_before):
-            return call_stage(self.module, value)
+        elif self._iterated or self._counted_before:
+            with no_iteration(self._iterated), attributes_as(self._counted_before):
+                return call_stage(self.module, value)
+        return call_stage(self.module, value)
 
     def start_backward(self, *, last: bool) -> None:
         for sharing in self.sharings:

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from echelon.collectives import CompletedWork, Group, Work
 from echelon.engine import Engine
 from echelon.errors import UserError, did_you_mean
 from echelon.memory.recompute.second_run import SecondRunCheck
+from echelon.parallel.data.reducer import Reducer
 from echelon.parallel.data.sharing import Sharing
 from echelon.plan import Plan
 from echelon.verify import bugs
@@ -143,12 +145,20 @@ def keep_last_microbatch(engine: Engine) -> bool:
     return True
 
 
+class _OwnUse:
+    def __init__(self, reducer: Reducer, *_: object) -> None:
+        self._reducer = reducer
+
+    def wait(self) -> set[nn.Parameter]:
+        return set(self._reducer.used)
+
+
 def keep_uses_apart(engine: Engine) -> bool:
     """A rank drops the gradient of what it has not used itself, though others have."""
 
     reducers = [each.reducer for each in engine._local.sharings if each.reducer is not None]
     for reducer in reducers:
-        replace_method(reducer, "used_anywhere", partial(lambda own, *_: set(own.used), reducer))
+        replace_method(reducer, "exchange_used", partial(_OwnUse, reducer))
     return bool(reducers)
 
 

@@ -183,10 +183,10 @@ def test_used_anywhere_is_of_this_step_alone() -> None:
         watched.reducer.start_step()
         watched.reducer.start_backward(reducing=False)
         watched.backward(number)
-        used = watched.reducer.used_anywhere(group)
+        used = watched.reducer.exchange_used(group).wait()
         assert {watched.number(parameter) for parameter in used} == {number}
     assert {move.subject for move in group.ledger.moves} == {"used parameters"}
-    assert Reducer([], watched._accumulate, lambda _: None).used_anywhere(group) == set()
+    assert Reducer([], watched._accumulate, lambda _: None).exchange_used(group).wait() == set()
 
 
 def test_the_agreed_order_is_that_of_arrival_and_the_rest_reversed() -> None:

@@ -160,6 +160,7 @@ def _send(batch: Any, replica: int, mesh: Mesh, agreement: RankAgreement) -> Any
 _CLASSES, _SLOTS, _COLUMNS, _NUM_SIZES = 40, 8, 20, 12
 NUM_TRAITS = _CLASSES + _SLOTS * _COLUMNS
 _ZEROS, _NEGATIVES, _INFINITE, _PAST_END, *_OTHER_AMOUNTS, _OTHER_SUM, _SIZES = range(9)
+_FEW = 256  # integers that Python looks at sooner than torch
 _LARGEST, _LARGEST_REAL, _FAR = 2**24, 2**20, 2**62  # elements of masks and targets; the end of what has none
 
 
@@ -187,17 +188,22 @@ def shows_known(batch: Any, known: list[bool]) -> bool:
 def _shows_known(known: list[bool], slot: int, leaf: Tensor, wide: float, signs: bool, real: bool) -> bool:
     if not leaf.numel() or not leaf.is_cpu:
         return not leaf.numel()
-    low, high = (float(each) for each in torch.aminmax(leaf))
+    values = [] if real or leaf.numel() > _FEW else leaf.flatten().tolist()
+    low, high = (min(values), max(values)) if values else (each.item() for each in torch.aminmax(leaf))
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
-    has_zeros = low <= 0 <= high and int(leaf.count_nonzero()) < leaf.numel()
+    of_tensor = known[_CLASSES + slot * _COLUMNS :]
     shown = [_OTHER_SUM] * (low < high) + [_NEGATIVES, _OTHER_AMOUNTS[1]] * (signs and low < 0)
-    shown += [_PAST_END] * (high >= wide) + [_ZEROS, _OTHER_AMOUNTS[0]] * has_zeros
+    shown += [_PAST_END] * (high >= wide)
+    if low <= 0 <= high and not (of_tensor[_ZEROS] and of_tensor[_OTHER_AMOUNTS[0]]):
+        shown += [_ZEROS, _OTHER_AMOUNTS[0]] * (int(leaf.count_nonzero()) < leaf.numel())
     num_sizes = min(math.frexp(max(-low, high))[1] + 2, _NUM_SIZES) if real else 0
     shown += [_SIZES + num_sizes - 1] * (num_sizes > 0)  # and so all smaller ones
-    classes = known[int(low) : int(high) + 1] if low >= 0 and high < _CLASSES else known[:_CLASSES]
-    of_tensor = known[_CLASSES + slot * _COLUMNS :]
-    return all(of_tensor[column] for column in shown) and (wide == math.inf or all(classes))
+    if not all(of_tensor[column] for column in shown):
+        return False
+    if wide == math.inf or all(known[:_CLASSES]):
+        return True
+    return all(known[each % _CLASSES] for each in values or (leaf % _CLASSES).unique().tolist())
 
 
 def shown_traits(traits: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class Audit:
         self._num_steps = self._num_skipped = self._num_other = 0
         self._next = 1 if gradients is not None else 0  # the next step that is due, of this engine's
         self._known = torch.zeros(NUM_TRAITS, dtype=torch.bool)  # traits of audited batches
+        self._is_known = self._known.tolist()  # the same, for a look at each batch
         self._unread: _Unread | None = None
         self._last: deque[GivenBatch] = deque(maxlen=1 + agreement.is_late)
         self._warned: set[str] = set()
@@ -100,7 +101,7 @@ class Audit:
         self._ask_late()
         is_due = 0 < self._next <= self._num_steps
         has_look = self._watches and not is_due and not self._agreement.is_late
-        is_known = has_look and shows_known(batch.pair, self._known.tolist())
+        is_known = has_look and shows_known(batch.pair, self._is_known)
         traits = sample_traits(batch.pair) if self._watches and not is_known else None
         if took_other_way and is_empty and not is_due and self._mode == "sampled":
             self._compare_other_way(step)
@@ -163,6 +164,7 @@ class Audit:
             source = next((replica for has_new, _, replica in rows if has_new), 0)
             for _, numbers, _ in rows:
                 self._known[numbers] = True
+            self._is_known = self._known.tolist()
         if not self.results:
             self.results = [self._check_weights()]
         result = self._gradients(batch, step, traits=traits, new=new, source=source, all_samples=all_samples)

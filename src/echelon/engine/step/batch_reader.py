@@ -227,6 +227,8 @@ def read_sample(model: nn.Module, plan: Plan, loss: Loss, sample_batch: Any) -> 
 
 def to_plain(structure: Any) -> Any:
     """The same structure with dicts for other mappings, like those of tokenizers, which torch cannot cut."""
+    if type(structure) is Tensor:
+        return structure
     if isinstance(structure, Mapping):
         items = {name: to_plain(value) for name, value in structure.items()}
         return structure if isinstance(structure, dict) and type(structure) is not dict else items
@@ -257,7 +259,7 @@ def check_batch(batch: Batch) -> None:
     """Refuse (inputs, targets) that hold what cannot be cut into samples."""
     inputs, targets = batch
     are_tensors = type(inputs) is type(targets) is Tensor  # as in most batches
-    if are_tensors and inputs.dim() and targets.dim() and len(inputs) == len(targets):
+    if are_tensors and inputs.dim() and targets.dim() and inputs.shape[0] == targets.shape[0]:
         return
     leaves = tree_leaves(batch)
     if all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):

@@ -98,12 +98,12 @@ class Feed:
         form = purpose + _form(inputs) if self._is_pipelined else ""
         if self._is_first:
             inputs = cast(to_device(inputs, device), DTYPES[self._mesh.plan.precision])
-        if self._is_last:
-            targets = targets._replace(values=to_device(targets.values, device))
+        if self._is_last and (moved := to_device(targets.values, device)) is not targets.values:
+            targets = targets._replace(values=moved)
         shared = shared_inputs(inputs)
         shared = to_device(shared, device) if shared else shared
         scope = partial(CountedSamples, targets.num_samples, scope)
-        around = partial(self._layers.around, true_length, shared, scope)
+        around = self._layers.around(true_length, shared, scope)
         return Microbatch(inputs, targets, weight, form, around, normaliser, loss_scale)
 
     def repeated(
@@ -115,7 +115,7 @@ class Feed:
     ) -> Microbatch:
         """A microbatch in memory that stays, for passes on one rank."""
         scope = partial(CountedSamples, microbatch.targets.num_samples, scope)
-        around = partial(self._layers.around, None, shared_inputs(microbatch.inputs), scope)
+        around = self._layers.around(None, shared_inputs(microbatch.inputs), scope)
         return microbatch._replace(scope=around, normaliser=normaliser, loss_scale=loss_scale)
 
 

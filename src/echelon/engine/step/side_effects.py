@@ -227,23 +227,14 @@ class Ways:
 
     def __init__(self) -> None:
         self._known: set[int] = set()
-        self._leaf = torch.zeros((), requires_grad=True)
         self._begin = 0
 
     def start(self) -> None:
-        self._begin = _number_of_next_node(self._leaf)
+        self._begin = torch.autograd._get_sequence_nr()
 
     def is_new(self) -> bool:
         """Return whether no step before had as many nodes since `start`."""
-        count = _number_of_next_node(self._leaf) - self._begin
+        count = torch.autograd._get_sequence_nr() - self._begin
         is_new = count not in self._known
         self._known.add(count)
         return is_new
-
-
-def _number_of_next_node(leaf: Tensor) -> int:
-    with torch.enable_grad():
-        node = leaf.view_as(leaf).grad_fn
-    assert node is not None
-    number: int = node._sequence_nr()
-    return number

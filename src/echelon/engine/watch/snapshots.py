@@ -7,7 +7,7 @@ only where they differ.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,7 +20,7 @@ from echelon.parallel.data.zero.weight_access import FreedParameter
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_MODULE, _OF_TENSOR = attrgetter("_modules", "_parameters", *_HOOKS), attrgetter(*_TENSOR_HOOKS)
+_OF_MODULE, _OF_TENSOR = itemgetter(*_HOOKS), attrgetter(*_TENSOR_HOOKS)
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
 
 
@@ -57,6 +57,7 @@ class Structure:
         """`names`: of all modules."""
         self._names = names
         self.modules = list(names)
+        self._variables = list(map(vars, self.modules))  # a snapshot asks each module for eight of them
         self._classes = list(dict.fromkeys(map(type, self.modules)))
         self._snapshot, self._details = self._take(), self._read_details()
 
@@ -75,17 +76,16 @@ class Structure:
         return [*self._changes_by_module(now, details), *self._hook_changes(now, details)]
 
     def _take(self) -> Snapshot:
-        modules = self.modules
-        children, parameters, *of_modules = zip(*map(_OF_MODULE, modules), strict=True)
-        tensors = [parameter for each in parameters if each for parameter in each.values()]
+        variables = self._variables
+        parameters = [each for own in variables for each in own["_parameters"].values()]
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be asked
-            of_tensors = [_OF_TENSOR(tensor) for tensor in tensors if tensor is not None]
-        hooks = filter(None, chain(_GLOBAL_HOOKS, *of_modules, *of_tensors))
+            of_tensors = [_OF_TENSOR(each) for each in parameters if each is not None]
+        hooks = filter(None, chain(_GLOBAL_HOOKS, *map(_OF_MODULE, variables), *of_tensors))
         return Snapshot(
-            [child for each in children if each for child in each.values()],
-            list(map(id, tensors)),
+            [child for own in variables for child in own["_modules"].values()],
+            list(map(id, parameters)),
             list(chain.from_iterable(hooks)),
-            [module.__dict__.get("forward") for module in modules],
+            [own.get("forward") for own in variables],
             [getattr(kind, "forward", None) for kind in self._classes],
         )
 

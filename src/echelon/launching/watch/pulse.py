@@ -48,6 +48,7 @@ class Pulse(NamedTuple):
 
 
 _slot: _Slot | None = None
+_main_thread: int | None = None  # of a process with a slot
 
 
 def beat() -> None:
@@ -75,7 +76,7 @@ def at_instruction(text: str) -> None:
     On a GPU, waiting for an operation does not block the host. It blocks later, where it needs a result, so
     the last operation does not say where a rank hangs; the instruction does.
     """
-    if _slot is not None and threading.current_thread() is threading.main_thread():
+    if _slot is not None and threading.get_ident() == _main_thread:
         _slot.instruction = text.encode()[:_TEXT_BYTES]
 
 
@@ -84,14 +85,14 @@ def enter_operation(name: str) -> None:
 
     Only the main thread counts: a server's threads wait for requests all the time.
     """
-    if _slot is not None and threading.current_thread() is threading.main_thread():
+    if _slot is not None and threading.get_ident() == _main_thread:
         _slot.name = name.encode()[:_TEXT_BYTES]
         _slot.entered += 1
 
 
 def leave_operation(*, back_to: str = "") -> None:
     """Note that the last operation is over; and which one this rank is still in, if it was part of that."""
-    if _slot is not None and threading.current_thread() is threading.main_thread():
+    if _slot is not None and threading.get_ident() == _main_thread:
         _slot.left += 1
         if back_to:
             _slot.name = back_to.encode()[:_TEXT_BYTES]
@@ -110,14 +111,14 @@ class Board:
 
 def take_slot(path: Path, rank: int) -> None:
     """Let the functions of this module write to the slot of `rank` in this process."""
-    global _slot
-    _slot = _open_slot(path, rank)
+    global _slot, _main_thread
+    _slot, _main_thread = _open_slot(path, rank), threading.main_thread().ident
 
 
 def take_private_slot() -> None:
     """Let the functions of this module write to memory of this process, for `read_own`."""
-    global _slot
-    _slot = _slot or _Slot()
+    global _slot, _main_thread
+    _slot, _main_thread = _slot or _Slot(), threading.main_thread().ident
 
 
 def read_own() -> Pulse:

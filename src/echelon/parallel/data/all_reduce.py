@@ -87,8 +87,8 @@ class Bucketed(WholeGradients):
         self._fill(list(reversed(self._trained)))
 
     @abstractmethod
-    def _start_sum(self, bucket: Bucket) -> None:
-        """The bucket is complete: begin to sum it over ranks."""
+    def _start_sum(self, bucket: Bucket, *, overlaps: bool) -> None:
+        """The bucket is complete: begin to sum it over ranks. `overlaps`: a backward pass goes on."""
 
     @abstractmethod
     def _finish_sums(self) -> None:
@@ -103,8 +103,9 @@ class Bucketed(WholeGradients):
 
     def reduce(self) -> None:
         self.start_reductions()
+        exchange = self.reducer.exchange_used(self._group)  # behind the gradients: ranks wait once for both
         self._finish_sums()
-        used = self.reducer.used_anywhere(self._group)
+        used = exchange.wait()
         self.reducer.finish_step()
         for local in self.local_parameters():
             if local.parameter not in used:
@@ -136,7 +137,7 @@ class Bucketed(WholeGradients):
     def _complete(self, index: int) -> None:
         bucket = self._buckets[index]
         bucket.close()
-        self._start_sum(bucket)
+        self._start_sum(bucket, overlaps=self.reducer.overlaps(index))
 
     def _fill(self, order: list[nn.Parameter]) -> None:
         for parameter in order:
@@ -167,9 +168,9 @@ class AllReduce(Bucketed):
     def storages(self) -> Storages:
         return Storages(list(self.parameter_set.parameters.values()), self._gradient_buffers())
 
-    def _start_sum(self, bucket: Bucket) -> None:
+    def _start_sum(self, bucket: Bucket, *, overlaps: bool) -> None:
         with self._group.ledger.about("gradients"):
-            self._sums.append(self._group.all_reduce(bucket.buffer, wait=False))
+            self._sums.append(self._group.all_reduce(bucket.buffer, wait=False, overlaps=overlaps))
 
     def _finish_sums(self) -> None:
         for handle in self._sums:
@@ -251,7 +252,7 @@ class UnitAllReduce(WholeGradients):
             return
         with self._group.ledger.about("gradients"):
             handle = self._group.all_reduce(unit.close(), wait=False)
-        self._sums.append(_UnitSum(unit, handle, self.reducer.exchange_used(unit.parameters, self._group)))
+        self._sums.append(_UnitSum(unit, handle, self.reducer.exchange_used(self._group, unit.parameters)))
         if self._waits:
             self._finish(_IN_FLIGHT)
 

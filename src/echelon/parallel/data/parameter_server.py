@@ -75,7 +75,7 @@ class ParameterServer(Bucketed):
 
     # Gradients to the server.
 
-    def _start_sum(self, bucket: Bucket) -> None:
+    def _start_sum(self, bucket: Bucket, *, overlaps: bool) -> None:  # noqa: ARG002 (the server works meanwhile)
         with self._group.ledger.about("gradients"):
             if self._is_server:
                 self._arrivals.append(self._receive(bucket))

@@ -56,6 +56,7 @@ class Reducer:
         self._arrivals: list[nn.Parameter] = []
         self._in_step = False
         self._in_backward = False  # else it is a backward pass of the user's own, on this rank alone
+        self.is_alone = False  # whether the gradients of no other stage follow
         self._previous: Reducer | None = None
         self._following: Reducer | None = None
         self.accumulation = Accumulation()
@@ -101,6 +102,10 @@ class Reducer:
     def finish_step(self) -> None:
         """Gradients that come before the next step are not ours."""
         self._in_step = self._in_backward = self.accumulation.is_open = False
+
+    def overlaps(self, index: int) -> bool:
+        """Return whether a backward pass goes on while a group is reduced: it is not the last one."""
+        return not self.is_alone or self._following is not None or index < len(self._groups) - 1
 
     @property
     def all_reduced(self) -> bool:
@@ -163,12 +168,14 @@ class Reducer:
         if index not in self._early:
             self._reduce(index)
 
-    def used_anywhere(self, group: Group) -> set[nn.Parameter]:
-        return self.exchange_used(self._parameters, group).wait() if self._parameters else set()
-
-    def exchange_used(self, parameters: Sequence[nn.Parameter], group: Group) -> "UsedParameters":
-        """Begin to tell the other replicas which of `parameters` were used here in this step."""
-        return UsedParameters(parameters, self.used, group)
+    def exchange_used(
+        self, group: Group, parameters: Sequence[nn.Parameter] | None = None
+    ) -> "UsedParameters":
+        """Begin to tell the other replicas which of `parameters` were used here in this step: behind the
+        gradients of a unit, while a backward pass goes on; or of all, at its end."""
+        if parameters is None:
+            return UsedParameters(self._parameters, self.used, group, overlaps=False)
+        return UsedParameters(parameters, self.used, group, overlaps=True)
 
     def agreed_order(self, group: Group) -> list[nn.Parameter]:
         """All parameters, in the order in which replica 0 saw their gradients arrive in this step."""
@@ -190,12 +197,15 @@ class Reducer:
 class UsedParameters:
     """The parameters that were used: what each replica knows is on its way to the others."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], used: Set[nn.Parameter], group: Group) -> None:
-        self._parameters = parameters
-        flags = [parameter in used for parameter in parameters]
-        with group.ledger.about("used parameters"):
-            self._exchange = FlagExchange(flags, group, parameters[0].device)
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], used: Set[nn.Parameter], group: Group, *, overlaps: bool
+    ) -> None:
+        self._parameters, self._exchange = parameters, None
+        if parameters:
+            flags = [parameter in used for parameter in parameters]
+            with group.ledger.about("used parameters"):
+                self._exchange = FlagExchange(flags, group, parameters[0].device, overlaps=overlaps)
 
     def wait(self) -> set[nn.Parameter]:
-        used = self._exchange.wait()
+        used = [] if self._exchange is None else self._exchange.wait()
         return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}

@@ -29,6 +29,7 @@ from echelon.planner.shape.shape import ModelShape
 
 _HEADER = 16  # bytes before each message between stages: which one it is
 _ALIGNMENT = 256  # bytes that each rank's part of a unit is a multiple of
+_SMALLEST = 2**20  # bytes: smaller units share a message with zero=1 (`parallel/data/zero/units.py`)
 _INDEX = 8  # bytes of the number of an expert
 _LOSS = 8  # bytes of a token that tensor ranks exchange: its sum of exponentials, and the target's logit
 
@@ -139,10 +140,11 @@ def _dense_units(work: _Work) -> list[_Unit]:
     routed = 0.0
     if settings.expert == 1 and shape.experts is not None:
         routed = shape.experts.number * shape.expert_parameters / settings.tensor
-    units = [_Unit(layer_parameters(shape, settings.tensor, False), gathers)] * round(stage.dense)
+    layers = [_Unit(layer_parameters(shape, settings.tensor, False), gathers)] * round(stage.dense)
     if stage.sparse:
         layer = layer_parameters(shape, settings.tensor, True) + routed
-        units += [_Unit(layer, gathers)] * round(stage.sparse)
+        layers += [_Unit(layer, gathers)] * round(stage.sparse)
+    units: list[_Unit] = []
     table = shape.vocab * shape.hidden / settings.tensor
     positions = float(shape.learned_positions * shape.hidden)
     norm = float(shape.norm_vectors * shape.hidden + shape.other_parameters)
@@ -155,6 +157,7 @@ def _dense_units(work: _Work) -> list[_Unit]:
             often = 2 if is_held else 2 * gathers
         parts = (table, positions) if shape.tied and not is_both else (table + positions,)
         units += [_Unit(part, often) for part in parts]
+    units += layers
     if stage.head:
         often = 1 if is_held and not (shape.tied and is_both) else gathers
         units += [_Unit(norm if shape.tied else table + norm, often)]
@@ -169,6 +172,8 @@ def _shared(settings: Settings, units: list[_Unit], axis: str, ranks: int) -> It
         return
     shards = min(ranks, settings.shards)
     own = axis if shards == ranks else "shard"
+    if settings.zero == 1 and settings.update == "step" and not settings.offload:
+        units = _joined(units, _SMALLEST / settings.weight_bytes)
     each = int(shards * _ALIGNMENT // settings.weight_bytes)
     padded = [unit._replace(parameters=-(-unit.parameters // each) * each) for unit in units]
     total, sums = sum(unit.parameters for unit in padded), settings.microbatches if settings.zero > 1 else 1
@@ -177,6 +182,17 @@ def _shared(settings: Settings, units: list[_Unit], axis: str, ranks: int) -> It
     yield _Message(own, "all_gather", "parameters", gathered * settings.weight_bytes, shards)
     copied = total / shards * settings.message_bytes
     yield _Message("copies", "all_reduce", "gradients", copied, ranks // shards)
+
+
+def _joined(units: list[_Unit], most: float) -> list[_Unit]:
+    """Neighbours as one unit, of at most so many parameters."""
+    joined: list[_Unit] = []
+    for unit in units:
+        if joined and joined[-1].parameters + unit.parameters <= most:
+            joined[-1] = joined[-1]._replace(parameters=joined[-1].parameters + unit.parameters)
+        else:
+            joined.append(unit)
+    return joined
 
 
 # Activations, in each microbatch.

@@ -15,6 +15,7 @@ from echelon.engine.step.runtime.flight import (
     MicrobatchLoss,
     StartGradients,
     Value,
+    run_backward,
     wanted,
 )
 from echelon.engine.step.runtime.mailbox import Mailbox
@@ -30,7 +31,6 @@ from echelon.nn.autograd.leaves import enter
 from echelon.parallel.observer import BackwardPass, ForwardPass, Observers
 from echelon.parallel.stage import Stage
 from echelon.program import COMPUTE, RECEIVES, Instruction, Op
-from echelon.update.numbers import Number
 
 _NOTHING = nullcontext()
 
@@ -44,7 +44,7 @@ class LossFunction(Protocol):
     are_counted: bool  # whether losses are this rank's to count: others may have computed the same
 
     def of(self, output: Any, microbatch: Microbatch, forward: ForwardPass) -> MicrobatchLoss: ...
-    def deferring(self) -> AbstractContextManager[None]: ...
+    def deferring(self) -> AbstractContextManager[None] | None: ...
 
 
 class UpdateRuntime(Protocol):
@@ -73,7 +73,7 @@ class Interpreter:
     ) -> None:
         """`deferred`: the sums of losses stay on the device."""
         self._stages, self._losses, self._observers, self._runtime = stages, losses, observers, runtime
-        self._device, self._versions = device, versions
+        self._device, self._versions, self._deferred = device, versions, deferred
         self._inputs: dict[Slot, Value] = {}
         self._outputs: dict[Slot, Value] = {}
         self._flights: dict[Slot, Flight] = {}
@@ -129,15 +129,17 @@ class Interpreter:
         return self._tally.row()
 
     def _execute(self, script: Script) -> None:
-        for self._at, instruction in enumerate(script.instructions):
-            at_instruction(script.labels[self._at])
-            self.timer.start_instruction(script.labels[self._at])
+        timer, pairs = self.timer, zip(script.instructions, script.labels, strict=True)
+        for self._at, (instruction, label) in enumerate(pairs):
+            at_instruction(label)
+            if timer.ranges is not None:
+                timer.start_instruction(label)
             if self._at == script.first_backward and self._observers.hears("before_backwards"):
                 self._observers.tell("before_backwards", self._tally.row())
             self._do[instruction.op](instruction)
-            if instruction.op in _LETS_POST:
+            if script.receives and instruction.op in _LETS_POST:
                 self._mailbox.post_ahead()
-            self.timer.finish_instruction()
+            timer.finish_instruction()
 
     @property
     def instruction(self) -> Instruction:
@@ -182,8 +184,8 @@ class Interpreter:
             self._watch_hooks(flight),
         ):
             last = instruction.stage == self._script.program.stages - 1
-            defers = self._losses.deferring() if last else nullcontext()
-            with self._observers.around("around_layers", forward), defers:
+            defers = self._losses.deferring() if last else None
+            with self._observers.around("around_layers", forward), defers or _NOTHING:
                 output = self._stages[instruction.stage].forward(value)
             result = self._losses.of(output, microbatch, forward) if last else None
         if result is not None:
@@ -207,15 +209,18 @@ class Interpreter:
         normaliser = loss.normaliser
         # Weights of samples may be learned: what is counted has a gradient then.
         has_way = isinstance(normaliser, Tensor) and normaliser.requires_grad
-        total = loss.total(loss.root if has_way else loss.root.detach())
         # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
         tally = None if self._versions is None else self._sums()
-        known, weight = _detached(loss.counted), _detached(normaliser)
-        for counted in (self._tally, tally):
-            if counted is not None and self._losses.are_counted:
-                counted.add(total.detach(), known, known * weight)  # it outlives the graph
+        if self._losses.are_counted:
+            sums = loss.sums(deferred=self._deferred)
+            self._tally.add(*sums)
+            if tally is not None:
+                tally.add(*sums)
         # The backward pass of total / normaliser; a division that needs no gradient is no part of the graph.
-        start = total / loss.divisor(total.dtype) if has_way else loss.root
+        start = loss.root
+        if has_way:
+            total = loss.total(start)
+            start = total / loss.divisor(total.dtype)
         if torch.is_grad_enabled():
             gradients: list[Tensor | None] = []
             if start.requires_grad:
@@ -242,7 +247,7 @@ class Interpreter:
             outputs, known = flight.known(gradients)
             if outputs:
                 self._stages[instruction.stage].see_graph(outputs)
-                torch.autograd.backward(outputs, known)
+                run_backward(outputs, known)
         self._stages[instruction.stage].finish_backward()
         self._observers.tell("after_backward", backward)
         self._pass_back(instruction, flight, Gradients(flight.take_gradients(), gradients.tally))
@@ -371,10 +376,6 @@ class Interpreter:
     def _is_here(self, stage: int, instruction: Instruction) -> bool:
         """Return whether this rank also does `stage` for the microbatch of an instruction."""
         return self._script.program.holder(stage, microbatch_of(instruction)) == self._script.rank
-
-
-def _detached(number: Number) -> Number:
-    return number.detach() if isinstance(number, Tensor) else number
 
 
 # Gradients of gradients: what cannot be differentiated twice is said in a sentence.

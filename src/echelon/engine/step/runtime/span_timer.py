@@ -52,21 +52,18 @@ class StepSpans:
     def __init__(self, clock: Clock, rank: int, instructions: Sequence[Instruction]) -> None:
         """The first of `instructions` begins now."""
         self._clock, self._rank, self._instructions = clock, rank, instructions
-        self._marks: list[Any] = [clock.record()]  # between instructions, not read yet
+        self.marks: list[Any] = [clock.record()]  # between instructions, not read yet
         self._seconds: list[float] = []
 
     def add(self, instructions: Sequence[Instruction]) -> None:
         """These are of the same step, and follow."""
         self._instructions = [*self._instructions, *instructions]
 
-    def finish_instruction(self) -> None:
-        self._marks.append(self._clock.record())
-
     def read(self) -> list[Span]:
         """Waits for the device, if the instructions ran on one."""
-        if self._marks:
-            self._seconds += self._clock.read(self._marks)
-            self._marks = []
+        if self.marks:
+            self._seconds += self._clock.read(self.marks)
+            self.marks = []
         return [
             Span(self._rank, start, end, instruction)
             for (start, end), instruction in zip(  # fewer times than instructions if the step has failed
@@ -76,12 +73,12 @@ class StepSpans:
 
     def release(self) -> None:
         """Nobody will read them."""
-        self._clock.release(*self._marks)
-        self._marks = []
+        self._clock.release(*self.marks)
+        self.marks = []
 
     @property
     def is_unread(self) -> bool:
-        return bool(self._marks)
+        return bool(self.marks)
 
 
 class Ranges(Protocol):
@@ -122,7 +119,7 @@ class SpanTimer:
     def finish_instruction(self) -> None:
         """The next one begins now."""
         assert self._step is not None
-        self._step.finish_instruction()
+        self._step.marks.append(self._clock.record())
         if self._is_named:
             self._end_name()
 

@@ -125,10 +125,10 @@ class FlatUnit:
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         self.all_gather()
 
-    def all_gather(self) -> None:
-        """Begin to bring every rank's part to every rank."""
+    def all_gather(self, *, overlaps: bool = True) -> None:
+        """Begin to bring every rank's part to every rank. `overlaps`: other work comes before it is used."""
         self._owner.wait_for_weights(self._local)
-        self._gathering = self.group.all_gather(self.flat, self.shard, wait=False)
+        self._gathering = self.group.all_gather(self.flat, self.shard, wait=False, overlaps=overlaps)
 
     def synchronize(self) -> None:
         """Return when the weights that are on the way are there."""

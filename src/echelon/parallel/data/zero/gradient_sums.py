@@ -158,14 +158,15 @@ class GradientSums:
         self._scatters: deque[_Scatter] = deque()
         self._second_sums: deque[tuple[Handle, UnitGradient]] = deque()
 
-    def start(self, unit: UnitGradient, *, last: bool) -> None:
-        """The gradient of a unit is complete: begin to sum it. `last`: it gets no more in this step."""
+    def start(self, unit: UnitGradient, *, last: bool, overlaps: bool = True) -> None:
+        """The gradient of a unit is complete: begin to sum it. `last`: it gets no more in this step.
+        `overlaps`: a backward pass goes on meanwhile."""
         gradient = unit.close() if self._in_place else unit.take()
         if not self._in_place and unit.adopt(gradient):
             self._scatters.append(_Scatter(None, unit, None, gradient, last))
         else:
             part = unit.new_part(in_place=self._in_place)
-            handle = self._scatter(part, gradient)
+            handle = self._scatter(part, gradient, overlaps=overlaps)
             taken = None if self._in_place else gradient
             self._scatters.append(_Scatter(handle, unit, taken, part, last))
         if self._waits:  # a sum in place takes no memory
@@ -173,11 +174,11 @@ class GradientSums:
         if self._waits_for_second:
             self._finish_second_sums(_IN_FLIGHT)
 
-    def _scatter(self, part: Tensor, gradient: Tensor) -> Handle | None:
+    def _scatter(self, part: Tensor, gradient: Tensor, *, overlaps: bool) -> Handle | None:
         if self._in_place and self._shard_group.size == 1:
             return None  # the part is the gradient
         with self._shard_group.ledger.about("gradients"):
-            return self._shard_group.reduce_scatter(part, gradient, wait=False)
+            return self._shard_group.reduce_scatter(part, gradient, wait=False, overlaps=overlaps)
 
     def complete(self) -> None:
         """Return when every unit has its part of the sum over all ranks."""

@@ -13,11 +13,13 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from echelon.collectives.buffer_layout import portions
 from echelon.nn.layering import called_layers, listed_layers
 from echelon.parallel.data.parameter_set import Unit
 
 SMALLEST = 16 * 2**10  # bytes: a message of this size costs about as much as an empty one
 LARGEST = 512 * 2**20
+SMALLEST_MESSAGE = 2**20  # bytes: below it, what a message costs the host is more than what its bytes cost
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -50,6 +52,20 @@ def divide_units(
         read = _outside_parameters(model, modules[:-1]) if module is model else parameters
         units.append(Unit(names[module], module, own, sorted({owner[p] for p in read if p in owner})))
     return _without_empty(units)
+
+
+def merge_units(units: Sequence[Unit], largest: int = SMALLEST_MESSAGE) -> list[Unit]:
+    """Join units below this size to their neighbours, where none is gathered for a use: there a unit is what
+    one message brings, and no module waits for it."""
+    joined = portions(units, _unit_bytes, largest)
+    return [
+        Unit(each[0].name, each[-1].module, [p for unit in each for p in unit.parameters], [place])
+        for place, each in enumerate(joined)
+    ]
+
+
+def _unit_bytes(unit: Unit) -> int:
+    return sum(p.numel() * p.element_size() for _, p in unit.parameters)
 
 
 def unit_modules(model: nn.Module, smallest: int = SMALLEST, largest: int = LARGEST) -> list[nn.Module]:

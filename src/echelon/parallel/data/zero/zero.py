@@ -178,16 +178,17 @@ class Zero(Sharing, UnitOwner):
 
     def reduce(self) -> None:
         self.start_reductions()
+        # Behind the gradients, so that ranks wait once for both.
+        exchange = None if self._in_backward else self.reducer.exchange_used(self._group)
         with explain_mismatch():
             self._sums.complete()
             self._problems = self.residency.compare(self._shard_group) if self._gathers else {}
         if self._host_units:  # no pass follows in this step: units need the memory for their update
             self.residency.reset()
-        if self._in_backward:
-            self.reducer.finish_step()
-            return
-        used = self.reducer.used_anywhere(self._group)
+        used = set() if exchange is None else exchange.wait()
         self.reducer.finish_step()
+        if self._in_backward:
+            return
         for flat, local in self._local:
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
 
@@ -231,9 +232,11 @@ class Zero(Sharing, UnitOwner):
         if self._agreement is not None:
             self._agreement.reduce(self._flats[flat])
         if self._in_backward and self._is_last_backward:
-            self._used[flat] = self.reducer.exchange_used(flat.gradient.parameters, self._group)
+            self._used[flat] = self.reducer.exchange_used(self._group, flat.gradient.parameters)
         with explain_mismatch():
-            self._sums.start(flat.gradient, last=self._is_last_backward)
+            is_last = self._is_last_backward
+            overlaps = not is_last or self.reducer.overlaps(index)
+            self._sums.start(flat.gradient, last=is_last, overlaps=overlaps)
         if self._uses is not None:
             self._uses.end_reduced(flat, self._reduced[index + 1 :])
 
@@ -276,7 +279,7 @@ class Zero(Sharing, UnitOwner):
         if self._shard_group.size > 1:
             with self._group.ledger.about("parameters"):
                 for flat in flats:
-                    flat.all_gather()
+                    flat.all_gather(overlaps=False)
                 for flat in flats:
                     flat.synchronize()
 
