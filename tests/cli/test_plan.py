@@ -124,7 +124,7 @@ def test_the_stage_of_a_rank_is_the_one_that_was_predicted(capsys: pytest.Captur
     words = [*H100, "--plan", "pipeline=2 microbatches=2", "--dry-run", "--rank", "1"]
     assert run(words) == 0
     out = capsys.readouterr().out
-    row = next(line for line in out.splitlines() if "parameters" in line)
+    row = next(line for line in out.splitlines() if "│ parameters" in line)
     cells = [cell.strip() for cell in row.replace("│", "|").split("|")]
     assert cells[2] == cells[3]
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
+from echelon.cli.plan_view import show_prediction, show_question, show_search
 from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.quantities import show_bytes, show_seconds
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from echelon.engine.dry_run import DryRun
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
-    from echelon.planner.searching.search import Found, SearchResult
+    from echelon.planner.searching.search import Found
     from echelon.planner.shape.shape import ModelShape
     from echelon.train.rehearsal import Trial, Work
 
@@ -89,10 +90,11 @@ def plan(
     assert count is not None
     screen = console(as_json)
     result: dict[str, Any] = {"model": shape.name}
+    show_question(shape, machines, size, tokens, screen)
     if plan_text is not None:
         best: tuple[Found, ...] = (_predict(shape, machines, plan_text, size, tokens),)
         result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
-        _show_prediction(best[0].prediction, screen)
+        show_prediction(best[0].prediction, screen)
     else:
         from echelon.planner.searching.search import search
 
@@ -100,7 +102,7 @@ def plan(
         found = search(shape, machines, size, sequence=tokens, precision=precision, top=shown)
         best = found.best
         result |= found.to_dict()
-        _show_search(found, screen)
+        show_search(found, screen)
     if best and (dry_run or most is not None):
         sizes, dry_rank = (size, tokens or shape.sequence), int(rank) if dry_run else None
         best, tried = _try_here(str(model), sizes, best, machines, dry_rank, most, screen)
@@ -171,45 +173,6 @@ def _try_here(
         best = tuple(found[trial.plan] for trial in trials)
         result["measured"] = [each._asdict() for each in trials]
     return best, result
-
-
-def _show_prediction(prediction: "Prediction", screen: Console) -> None:
-    """Print the bytes of each stage that differs, and the parts of a step."""
-    names = [
-        name for name in prediction.memory[0]._fields if any(getattr(m, name) for m in prediction.memory)
-    ]
-    table = Table("stage", *names, "peak")
-    for stage, memory in zip(prediction.stages, prediction.memory, strict=True):
-        table.add_row(
-            str(stage), *(show_bytes(getattr(memory, name)) for name in names), show_bytes(memory.peak)
-        )
-    screen.print(table)
-    parts = prediction.seconds._asdict()
-    shown = [f"{name} {show_seconds(value)}" for name, value in parts.items() if value]
-    screen.print(f"A step: {show_seconds(prediction.step_seconds)}: {', '.join(shown)}")
-    fits = "fits" if prediction.fits else f"does not fit {show_bytes(prediction.capacity)} per device"
-    screen.print(
-        f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}, HFU {prediction.hfu:.1%}; "
-        f"{show_bytes(prediction.peak)} at the peak: {fits}"
-    )
-
-
-def _show_search(result: "SearchResult", screen: Console) -> None:
-    if not result.best:
-        screen.print(result.advice)
-        return
-    table = Table("plan", "step", "MFU", "bubble", "memory")
-    for plan_text, prediction in result.best:
-        table.add_row(
-            Text(plan_text),
-            show_seconds(prediction.step_seconds),
-            f"{prediction.mfu:.1%}",
-            f"{prediction.bubble:.1%}",
-            show_bytes(prediction.peak),
-        )
-    screen.print(table)
-    for reason, count in sorted(result.cut.items(), key=lambda each: -each[1]):
-        screen.print(f"{count:,} plans cut: {reason}", markup=False)
 
 
 def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
