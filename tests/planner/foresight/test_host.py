@@ -6,7 +6,7 @@ import pytest
 
 from echelon.planner.cluster.read import read_cluster
 from echelon.planner.foresight.host import stage_kernels, step_waiting_seconds, waiting_seconds
-from echelon.planner.foresight.practice import MEGATRON_TESTS, on_one_node
+from echelon.planner.foresight.practice import MEGATRON_TESTS
 from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.stages import StageKind
 from echelon.planner.shape.presets import preset_shape
@@ -42,7 +42,3 @@ def test_each_chunk_of_each_microbatch_waits() -> None:
     assert step_waiting_seconds(PROGRAM, A100, Settings()) == pytest.approx(once + each)
     many = Settings(microbatches=4, chunks=3)
     assert step_waiting_seconds(PROGRAM, A100, many) == pytest.approx(once + 12 * each)
-    slow = on_one_node(PROGRAM)
-    assert step_waiting_seconds(slow, A100, many) == pytest.approx(
-        once + 12 * each + 4 * slow.host_microbatch
-    )

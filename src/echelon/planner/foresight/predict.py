@@ -184,6 +184,8 @@ class Forecast:
             copies = max(0.0, copies - _BEHIND_BACKWARD * slowest.total)
         host = step_waiting_seconds(practice, self.cluster.device, settings)
         total = pipeline + transfers + end.update + copies + data + host
+        loader = max(0.0, (m + 1) * practice.read_microbatch - total)
+        host, total = host + loader, total + loader
         nodes = max(1.0, settings.ranks / self.cluster.per_node)
         return Seconds(
             m * slowest.compute,
