@@ -32,12 +32,9 @@ COSTED = {
     "offload": "offload=optimizer",
     "delay": "offload=optimizer delay=1",
     "compress": "compress=gist-fp8",
+    "graphs": "graphs=auto",
 }
-FREE = {
-    "staleness",
-    "contiguous",
-    "graphs",
-}  # how far ranks may be apart, where memory lies, what the host does: neither bytes nor time of the device
+FREE = {"staleness", "contiguous"}  # how far ranks may be apart, where memory lies: neither bytes nor time
 REFUSED = {
     "debug=true": "debug=true",
     "pipeline=auto": "pipeline=auto",

@@ -39,6 +39,7 @@ class Settings(NamedTuple):
     delay: int = 0
     saved: float = 1.0  # share of saved activations that compression leaves
     compiled: bool = False
+    graphs: bool = False  # passes of one rank are replayed, where the host is the slower one
     frozen: bool = False  # weights have no gradients (LoRA)
     records_first: bool = False  # a pass of forwards records what gates do
 
@@ -107,6 +108,7 @@ def settings_of(plan: Plan) -> Settings:
         delay=plan.delay,
         saved=_GIST_BITS.get(plan.compress, 8 * size) / (8 * size),
         compiled=plan.compile,
+        graphs=plan.graphs != "false",
     )
 
 

@@ -89,6 +89,7 @@ def _from_usual_keys(raw: Mapping[str, Any], name: str) -> ModelShape:
         bias=is_plain,
         qk_norm=model_type.startswith("qwen3"),
         norm_vectors=2 if is_plain else 1,
+        plain=not is_plain,
         learned_positions=sequence if learned else 0,
         bidirectional=model_type in _BOTH_WAYS,
         experts=_experts(raw, hidden),

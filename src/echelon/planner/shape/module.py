@@ -14,6 +14,7 @@ Parameters that fit nowhere are counted as such, so that their number is exact.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,8 @@ def shape_of_module(
         return shape_of(config, name)
     if callable(getattr(config, "to_dict", None)):
         with suppress(UserError):
-            return shape_from_config(config.to_dict(), name)  # type: ignore[union-attr]
+            shape = shape_from_config(config.to_dict(), name)  # type: ignore[union-attr]
+            return replace(shape, plain=shape.norm_vectors == 1)
     if not inputs and not named:
         raise UserError(f"'{name}' has no config: give the inputs of a call, whose values do not matter")
     return _from_trace(module, _trace(module, inputs, named or {}, name), name)
