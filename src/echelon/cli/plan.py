@@ -37,6 +37,7 @@ Sequence = Annotated[
 ]
 PlanText = Annotated[str | None, typer.Option("--plan", help="Predict this plan only.")]
 Precision = Annotated[str, typer.Option(help=f"Of the search: {', '.join(_PRECISIONS)}.")]
+OptimizerName = Annotated[str, typer.Option("--optimizer", help="adamw, sgd, sm3 or adafactor.")]
 Top = Annotated[str, typer.Option(metavar="INTEGER", help="How many plans to show.")]
 Emit = Annotated[Path | None, typer.Option(help="Write a job file with the best plan, for echelon train.")]
 Dry = Annotated[
@@ -61,6 +62,7 @@ def plan(
     sequence: Sequence = None,
     plan_text: PlanText = None,
     precision: Precision = "bf16",
+    optimizer: OptimizerName = "adamw",
     top: Top = "10",
     emit: Emit = None,
     dry_run: Dry = False,
@@ -78,10 +80,7 @@ def plan(
         errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
     size, tokens = read_count("--batch", batch, errors), read_count("--sequence", sequence, errors)
     count, most = read_count("--top", top, errors), read_count("--measure", measure, errors)
-    if not (rank.isascii() and rank.isdecimal()):
-        errors.append(f"--rank {rank}: must be an integer, at least 0")
-    if precision not in _PRECISIONS:
-        errors.append(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    _check_choices(rank, precision, optimizer, dry_run or most is not None, errors)
     shape, machines = _inputs(model, cluster, errors)
     raise_errors("echelon plan", errors)
     assert shape is not None
@@ -92,14 +91,14 @@ def plan(
     result: dict[str, Any] = {"model": shape.name}
     show_question(shape, machines, size, tokens, screen)
     if plan_text is not None:
-        best: tuple[Found, ...] = (_predict(shape, machines, plan_text, size, tokens),)
+        best: tuple[Found, ...] = (_predict(shape, machines, plan_text, size, tokens, optimizer),)
         result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
         show_prediction(best[0].prediction, screen)
     else:
         from echelon.planner.searching.search import search
 
-        shown = max(count, most or 0)
-        found = search(shape, machines, size, sequence=tokens, precision=precision, top=shown)
+        numerics = {"precision": precision, "optimizer": optimizer}
+        found = search(shape, machines, size, sequence=tokens, top=max(count, most or 0), **numerics)
         best = found.best
         result |= found.to_dict()
         show_search(found, screen)
@@ -111,7 +110,20 @@ def plan(
         print_json(result)
     if not best:
         raise typer.Exit(1)
-    _emit(emit, str(model), best[0].plan, size, tokens)
+    _emit(emit, str(model), best[0].plan, size, tokens, optimizer)
+
+
+def _check_choices(rank: str, precision: str, optimizer: str, is_run: bool, errors: list[str]) -> None:
+    from echelon.planner.foresight.settings import ADAM, OPTIMIZERS
+
+    if not (rank.isascii() and rank.isdecimal()):
+        errors.append(f"--rank {rank}: must be an integer, at least 0")
+    if precision not in _PRECISIONS:
+        errors.append(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    if optimizer not in OPTIMIZERS:
+        errors.append(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
+    elif is_run and optimizer != ADAM:
+        errors.append(f"--optimizer {optimizer}: --dry-run and --measure run with {ADAM}; drop them")
 
 
 def _inputs(
@@ -140,14 +152,14 @@ def _inputs(
 
 
 def _predict(
-    shape: "ModelShape", machines: "Cluster", text: str, batch: int, sequence: int | None
+    shape: "ModelShape", machines: "Cluster", text: str, batch: int, sequence: int | None, optimizer: str
 ) -> "Found":
     from echelon.plan import Plan
     from echelon.planner.foresight.predict import predict
     from echelon.planner.searching.search import Found
 
     parsed = Plan.parse(text)
-    return Found(str(parsed), predict(shape, parsed, machines, batch, sequence))
+    return Found(str(parsed), predict(shape, parsed, machines, batch, sequence, optimizer))
 
 
 def _try_here(
@@ -175,12 +187,15 @@ def _try_here(
     return best, result
 
 
-def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
+def _emit(
+    path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None, optimizer: str
+) -> None:
     if path is None:
         return
     lines = [f'plan = "{plan_text}"', f"batch = {batch}"]
     lines += [f"sequence = {sequence}"] if sequence else []
     lines += ["", "[model]", _model_line(model), ""]
+    lines += ["[optimizer]", f'name = "{optimizer}"', ""]
     try:
         path.write_text("\n".join(lines), encoding="utf-8")
     except OSError as error:

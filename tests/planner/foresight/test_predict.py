@@ -65,6 +65,17 @@ def test_a_step_takes_at_least_as_long_as_its_loader_reads() -> None:
     assert waiting.step_seconds == pytest.approx(3 * read.read_microbatch, rel=0.02)
 
 
+def test_the_largest_model_that_an_h200_trains_fits_with_its_optimizer() -> None:
+    """benchmarks/results/largest-model.json: 7.94 s a step, 139.0e9 bytes at the peak."""
+    shape = replace(SHAPE, layers=71, hidden=8192, heads=64, ffn=28672, vocab=256, sequence=1024)
+    words = "precision=bf16 recompute=full update=backward masters=false"
+    found = predict(shape, words, read_cluster("h200:1"), 8, optimizer="adafactor")
+    assert found.step_seconds == pytest.approx(7.94, rel=0.1)
+    assert found.peak == pytest.approx(139.0e9, rel=0.02)
+    assert found.fits
+    assert not predict(shape, words, read_cluster("h200:1"), 8).fits
+
+
 def test_more_devices_take_less_time_per_step() -> None:
     assert step("data=64 zero=1", 64).step_seconds < step("data=32 microbatches=2 zero=1", 64).step_seconds
 
