@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from echelon.engine.dry_run import DryRun
     from echelon.planner.cluster.cluster import Cluster
     from echelon.planner.foresight.prediction import Prediction
-    from echelon.planner.searching.search import Found
+    from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
     from echelon.train.rehearsal import Trial, Work
 
@@ -95,10 +95,8 @@ def plan(
         result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
         show_prediction(best[0].prediction, screen)
     else:
-        from echelon.planner.searching.search import search
-
-        numerics = {"precision": precision, "optimizer": optimizer}
-        found = search(shape, machines, size, sequence=tokens, top=max(count, most or 0), **numerics)
+        shown = max(count, most or 0)
+        found = _search(shape, machines, size, tokens, precision=precision, optimizer=optimizer, top=shown)
         best = found.best
         result |= found.to_dict()
         show_search(found, screen)
@@ -160,6 +158,14 @@ def _predict(
 
     parsed = Plan.parse(text)
     return Found(str(parsed), predict(shape, parsed, machines, batch, sequence, optimizer))
+
+
+def _search(
+    shape: "ModelShape", machines: "Cluster", batch: int, sequence: int | None, **choices: Any
+) -> "SearchResult":
+    from echelon.planner.searching.search import search
+
+    return search(shape, machines, batch, sequence=sequence, **choices)
 
 
 def _try_here(

@@ -90,3 +90,8 @@ def test_models_of_plain_torch_move_and_save_more_unless_compiled() -> None:
         assert (theirs.forward > ours.forward) is not compiled
         norms = 0 if compiled else 4 * 2 * own.hidden
         assert theirs.saved - ours.saved == pytest.approx(S * norms)
+    gelu = replace(GPT, plain=True)
+    settings = Settings(sequence=True, tensor=2)
+    ours, theirs = (layer_cost(each, CLUSTER, ECHELON, settings, 1, S, False) for each in (GPT, gelu))
+    assert theirs.forward > ours.forward
+    assert theirs.saved - ours.saved == pytest.approx(S * 6 * GPT.ffn / 2)

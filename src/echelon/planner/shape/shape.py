@@ -70,7 +70,7 @@ class LatentAttention:
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a transformer. `norm_vectors` is 2 for LayerNorm (weight and bias), 1 for RMSNorm.
-    `plain`: RMSNorm and rotary positions are chains of plain kernels, as in models of transformers."""
+    `plain`: RMSNorm, rotary positions and GELU are chains of plain kernels, as in models of transformers."""
 
     name: str
     layers: int
