@@ -57,6 +57,22 @@ def test_the_best_plan_is_written_as_a_job(tmp_path: Path, capsys: pytest.Captur
     assert run([*BASE, "--emit", str(tmp_path / "no" / "job.toml")]) == 2
 
 
+def test_an_optimizer_is_predicted_and_part_of_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*BASE, "--plan", "data=8 zero=1 precision=bf16 microbatches=2"]
+    file = tmp_path / "job.toml"
+    small, large = (as_json(capsys, *words, "--optimizer", name) for name in ("adafactor", "adamw"))
+    assert small["memory"][0]["optimizer"] == pytest.approx(large["memory"][0]["optimizer"] / 3)
+    assert run([*words, "--optimizer", "adafactor", "--emit", str(file)]) == 0
+    assert read_job(file).optimizer.name == "adafactor"
+    assert run([*words, "--optimizer", "adam"]) == 2
+    assert run([*words, "--optimizer", "sgd", "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "--optimizer adam: must be one of adamw" in err
+    assert "run with adamw" in err
+
+
 def test_a_job_for_a_folder_of_hugging_face_has_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,7 +140,7 @@ def test_the_stage_of_a_rank_is_the_one_that_was_predicted(capsys: pytest.Captur
     words = [*H100, "--plan", "pipeline=2 microbatches=2", "--dry-run", "--rank", "1"]
     assert run(words) == 0
     out = capsys.readouterr().out
-    row = next(line for line in out.splitlines() if "parameters" in line)
+    row = next(line for line in out.splitlines() if "│ parameters" in line)
     cells = [cell.strip() for cell in row.replace("│", "|").split("|")]
     assert cells[2] == cells[3]
 

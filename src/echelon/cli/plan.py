@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
+from echelon.cli.plan_view import show_prediction, show_question, show_search
 from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.quantities import show_bytes, show_seconds
@@ -36,6 +37,7 @@ Sequence = Annotated[
 ]
 PlanText = Annotated[str | None, typer.Option("--plan", help="Predict this plan only.")]
 Precision = Annotated[str, typer.Option(help=f"Of the search: {', '.join(_PRECISIONS)}.")]
+OptimizerName = Annotated[str, typer.Option("--optimizer", help="adamw, sgd, sm3 or adafactor.")]
 Top = Annotated[str, typer.Option(metavar="INTEGER", help="How many plans to show.")]
 Emit = Annotated[Path | None, typer.Option(help="Write a job file with the best plan, for echelon train.")]
 Dry = Annotated[
@@ -60,6 +62,7 @@ def plan(
     sequence: Sequence = None,
     plan_text: PlanText = None,
     precision: Precision = "bf16",
+    optimizer: OptimizerName = "adamw",
     top: Top = "10",
     emit: Emit = None,
     dry_run: Dry = False,
@@ -77,10 +80,7 @@ def plan(
         errors.append("--batch: is missing; give the sequences of a step, like --batch 512")
     size, tokens = read_count("--batch", batch, errors), read_count("--sequence", sequence, errors)
     count, most = read_count("--top", top, errors), read_count("--measure", measure, errors)
-    if not (rank.isascii() and rank.isdecimal()):
-        errors.append(f"--rank {rank}: must be an integer, at least 0")
-    if precision not in _PRECISIONS:
-        errors.append(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    _check_choices(rank, precision, optimizer, dry_run or most is not None, errors)
     shape, machines = _inputs(model, cluster, errors)
     raise_errors("echelon plan", errors)
     assert shape is not None
@@ -89,18 +89,17 @@ def plan(
     assert count is not None
     screen = console(as_json)
     result: dict[str, Any] = {"model": shape.name}
+    show_question(shape, machines, size, tokens, screen)
     if plan_text is not None:
-        best: tuple[Found, ...] = (_predict(shape, machines, plan_text, size, tokens),)
+        best: tuple[Found, ...] = (_predict(shape, machines, plan_text, size, tokens, optimizer),)
         result |= {"plan": best[0].plan, **best[0].prediction.to_dict()}
-        _show_prediction(best[0].prediction, screen)
+        show_prediction(best[0].prediction, screen)
     else:
-        from echelon.planner.searching.search import search
-
         shown = max(count, most or 0)
-        found = search(shape, machines, size, sequence=tokens, precision=precision, top=shown)
+        found = _search(shape, machines, size, tokens, precision=precision, optimizer=optimizer, top=shown)
         best = found.best
         result |= found.to_dict()
-        _show_search(found, screen)
+        show_search(found, screen)
     if best and (dry_run or most is not None):
         sizes, dry_rank = (size, tokens or shape.sequence), int(rank) if dry_run else None
         best, tried = _try_here(str(model), sizes, best, machines, dry_rank, most, screen)
@@ -109,7 +108,20 @@ def plan(
         print_json(result)
     if not best:
         raise typer.Exit(1)
-    _emit(emit, str(model), best[0].plan, size, tokens)
+    _emit(emit, str(model), best[0].plan, size, tokens, optimizer)
+
+
+def _check_choices(rank: str, precision: str, optimizer: str, is_run: bool, errors: list[str]) -> None:
+    from echelon.planner.foresight.settings import ADAM, OPTIMIZERS
+
+    if not (rank.isascii() and rank.isdecimal()):
+        errors.append(f"--rank {rank}: must be an integer, at least 0")
+    if precision not in _PRECISIONS:
+        errors.append(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    if optimizer not in OPTIMIZERS:
+        errors.append(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
+    elif is_run and optimizer != ADAM:
+        errors.append(f"--optimizer {optimizer}: --dry-run and --measure run with {ADAM}; drop them")
 
 
 def _inputs(
@@ -138,14 +150,22 @@ def _inputs(
 
 
 def _predict(
-    shape: "ModelShape", machines: "Cluster", text: str, batch: int, sequence: int | None
+    shape: "ModelShape", machines: "Cluster", text: str, batch: int, sequence: int | None, optimizer: str
 ) -> "Found":
     from echelon.plan import Plan
     from echelon.planner.foresight.predict import predict
     from echelon.planner.searching.search import Found
 
     parsed = Plan.parse(text)
-    return Found(str(parsed), predict(shape, parsed, machines, batch, sequence))
+    return Found(str(parsed), predict(shape, parsed, machines, batch, sequence, optimizer))
+
+
+def _search(
+    shape: "ModelShape", machines: "Cluster", batch: int, sequence: int | None, **choices: Any
+) -> "SearchResult":
+    from echelon.planner.searching.search import search
+
+    return search(shape, machines, batch, sequence=sequence, **choices)
 
 
 def _try_here(
@@ -173,51 +193,15 @@ def _try_here(
     return best, result
 
 
-def _show_prediction(prediction: "Prediction", screen: Console) -> None:
-    """Print the bytes of each stage that differs, and the parts of a step."""
-    names = [
-        name for name in prediction.memory[0]._fields if any(getattr(m, name) for m in prediction.memory)
-    ]
-    table = Table("stage", *names, "peak")
-    for stage, memory in zip(prediction.stages, prediction.memory, strict=True):
-        table.add_row(
-            str(stage), *(show_bytes(getattr(memory, name)) for name in names), show_bytes(memory.peak)
-        )
-    screen.print(table)
-    parts = prediction.seconds._asdict()
-    shown = [f"{name} {show_seconds(value)}" for name, value in parts.items() if value]
-    screen.print(f"A step: {show_seconds(prediction.step_seconds)}: {', '.join(shown)}")
-    fits = "fits" if prediction.fits else f"does not fit {show_bytes(prediction.capacity)} per device"
-    screen.print(
-        f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}, HFU {prediction.hfu:.1%}; "
-        f"{show_bytes(prediction.peak)} at the peak: {fits}"
-    )
-
-
-def _show_search(result: "SearchResult", screen: Console) -> None:
-    if not result.best:
-        screen.print(result.advice)
-        return
-    table = Table("plan", "step", "MFU", "bubble", "memory")
-    for plan_text, prediction in result.best:
-        table.add_row(
-            Text(plan_text),
-            show_seconds(prediction.step_seconds),
-            f"{prediction.mfu:.1%}",
-            f"{prediction.bubble:.1%}",
-            show_bytes(prediction.peak),
-        )
-    screen.print(table)
-    for reason, count in sorted(result.cut.items(), key=lambda each: -each[1]):
-        screen.print(f"{count:,} plans cut: {reason}", markup=False)
-
-
-def _emit(path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None) -> None:
+def _emit(
+    path: Path | None, model: str, plan_text: str, batch: int, sequence: int | None, optimizer: str
+) -> None:
     if path is None:
         return
     lines = [f'plan = "{plan_text}"', f"batch = {batch}"]
     lines += [f"sequence = {sequence}"] if sequence else []
     lines += ["", "[model]", _model_line(model), ""]
+    lines += ["[optimizer]", f'name = "{optimizer}"', ""]
     try:
         path.write_text("\n".join(lines), encoding="utf-8")
     except OSError as error:

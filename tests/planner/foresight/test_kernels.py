@@ -37,3 +37,10 @@ def test_narrow_numbers_are_faster_but_not_in_attention() -> None:
     wide, narrow = (product_seconds(device, each, 8192, 8192, 8192) for each in ("bf16", "fp8"))
     assert 0.5 < narrow / wide < 0.6
     assert attention_seconds(device, "fp8", 1e12) == attention_seconds(device, "bf16", 1e12)
+
+
+def test_narrow_heads_take_longer_for_as_many_operations() -> None:
+    narrow, usual, wide = (attention_seconds(DEVICE, "bf16", 1e12, width) for width in (64, 128, 256))
+    assert narrow > usual > wide
+    # FlashAttention-2 on A100, forward, causal: 192 and 222 TFLOP/s (arXiv:2307.08691, figure 5).
+    assert narrow / usual == pytest.approx(222 / 192, rel=0.05)

@@ -77,3 +77,21 @@ def test_a_compiled_layer_moves_less() -> None:
         layer_cost(GPT, CLUSTER, ECHELON, Settings(compiled=each), 1, S, False) for each in (False, True)
     )
     assert compiled.forward < eager.forward
+
+
+def test_models_of_plain_torch_move_and_save_more_unless_compiled() -> None:
+    from dataclasses import replace
+
+    own = preset_shape("llama3-8b")
+    plain = replace(own, plain=True)
+    for compiled in (False, True):
+        settings = Settings(compiled=compiled)
+        ours, theirs = (layer_cost(each, CLUSTER, ECHELON, settings, 1, S, False) for each in (own, plain))
+        assert (theirs.forward > ours.forward) is not compiled
+        norms = 0 if compiled else 4 * 2 * own.hidden
+        assert theirs.saved - ours.saved == pytest.approx(S * norms)
+    gelu = replace(GPT, plain=True)
+    settings = Settings(sequence=True, tensor=2)
+    ours, theirs = (layer_cost(each, CLUSTER, ECHELON, settings, 1, S, False) for each in (GPT, gelu))
+    assert theirs.forward > ours.forward
+    assert theirs.saved - ours.saved == pytest.approx(S * 6 * GPT.ffn / 2)

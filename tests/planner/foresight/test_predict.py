@@ -8,6 +8,7 @@ import pytest
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.planner.cluster.read import read_cluster
+from echelon.planner.foresight.practice import MEGATRON_TESTS, with_slow_samples
 from echelon.planner.foresight.predict import forecast_of, predict
 from echelon.planner.foresight.prediction import Prediction
 from echelon.planner.foresight.settings import settings_of
@@ -49,6 +50,30 @@ def test_words_that_take_time() -> None:
     assert step("data=64 microbatches=2 sync=parameter-server").seconds.data > 5 * plain
     assert step("data=64 microbatches=2 sync=async").seconds.data == 0
     assert step("data=64 microbatches=2 gradients=same zero=1").seconds.data < plain
+
+
+def test_a_step_takes_at_least_as_long_as_its_loader_reads() -> None:
+    settings = settings_of(Plan.parse("data=64 microbatches=2 precision=bf16"))
+    plain, slow = (
+        forecast_of(SHAPE, CLUSTER, practice).predict(settings, 128)
+        for practice in (MEGATRON_TESTS, with_slow_samples(MEGATRON_TESTS))
+    )
+    assert slow.step_seconds == plain.step_seconds  # of a large model, which takes longer
+    small = preset_shape("gpt-small")
+    read = with_slow_samples(MEGATRON_TESTS)
+    waiting = forecast_of(small, CLUSTER, read).predict(settings, 128)
+    assert waiting.step_seconds == pytest.approx(3 * read.read_microbatch, rel=0.02)
+
+
+def test_the_largest_model_that_an_h200_trains_fits_with_its_optimizer() -> None:
+    """benchmarks/results/largest-model.json: 7.94 s a step, 139.0e9 bytes at the peak."""
+    shape = replace(SHAPE, layers=71, hidden=8192, heads=64, ffn=28672, vocab=256, sequence=1024)
+    words = "precision=bf16 recompute=full update=backward masters=false"
+    found = predict(shape, words, read_cluster("h200:1"), 8, optimizer="adafactor")
+    assert found.step_seconds == pytest.approx(7.94, rel=0.1)
+    assert found.peak == pytest.approx(139.0e9, rel=0.02)
+    assert found.fits
+    assert not predict(shape, words, read_cluster("h200:1"), 8).fits
 
 
 def test_more_devices_take_less_time_per_step() -> None:

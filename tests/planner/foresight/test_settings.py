@@ -4,7 +4,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.plan import FIELDS, Plan
-from echelon.planner.foresight.settings import Settings, settings_of
+from echelon.planner.foresight.settings import OPTIMIZERS, Settings, settings_of
 from echelon.program.build import step_program
 
 # A plan for each field that changes what is predicted.
@@ -32,18 +32,25 @@ COSTED = {
     "offload": "offload=optimizer",
     "delay": "offload=optimizer delay=1",
     "compress": "compress=gist-fp8",
+    "graphs": "graphs=auto",
 }
-FREE = {
-    "staleness",
-    "contiguous",
-    "graphs",
-}  # how far ranks may be apart, where memory lies, what the host does: neither bytes nor time of the device
+FREE = {"staleness", "contiguous"}  # how far ranks may be apart, where memory lies: neither bytes nor time
 REFUSED = {
     "debug=true": "debug=true",
     "pipeline=auto": "pipeline=auto",
     "pipeline=3-1 microbatches=3": "pipeline=3-1",
     "schedule=order.txt": "order.txt",
 }
+
+
+def test_optimizers_have_states_of_their_own() -> None:
+    plan = Plan.parse("precision=bf16")
+    settings = {name: settings_of(plan, name) for name in OPTIMIZERS}
+    assert [each.optimizer_bytes for each in settings.values()] == [12, 8, 8, 4]  # and masters
+    assert [name for name, each in settings.items() if each.update_bytes] == ["sm3", "adafactor"]
+    assert settings_of(Plan.parse("precision=bf16 masters=false"), "adafactor").optimizer_bytes == 0
+    with pytest.raises(UserError, match=r"optimizer=adam: is unknown.*adamw"):
+        settings_of(plan, "adam")
 
 
 def test_every_field_is_costed_free_or_refused() -> None:

@@ -37,6 +37,9 @@ def test_other_models_are_read_by_their_usual_keys() -> None:
     assert bert.bidirectional
     assert not bert.gated
     assert bert.num_parameters == pytest.approx(335e6, rel=0.01)
+    assert shape.plain
+    assert not bert.plain
+    assert shape_from_config(raw | {"hidden_act": "gelu_new"}).plain
 
 
 def test_experts_by_mixtrals_keys() -> None:

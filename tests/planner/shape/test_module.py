@@ -76,6 +76,7 @@ def test_a_transformers_model_is_read_by_its_config() -> None:
         model = transformers.LlamaForCausalLM(config)
     shape = shape_of_module(model)
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.plain
     assert preset("llama-tiny").layers == 4
 
 

@@ -13,7 +13,7 @@ from echelon.planner.foresight.practice import (
     MEGATRON_UNFUSED,
     TORCHTITAN,
     Practice,
-    on_one_node,
+    with_slow_samples,
 )
 from echelon.planner.validate.practices import practice_of
 
@@ -36,7 +36,7 @@ from echelon.planner.validate.practices import practice_of
         ({"source": "golden", "attention": "unfused"}, MEGATRON_UNFUSED),
         (
             {"source": "golden", "attention": "unfused", "host": "one node"},
-            on_one_node(MEGATRON_UNFUSED),
+            with_slow_samples(MEGATRON_UNFUSED),
         ),
     ],
 )

@@ -36,6 +36,8 @@ def test_experts_in_the_column_of_widths() -> None:
 def test_heads_that_are_not_stated_are_about_128_wide() -> None:
     assert [usual_heads(hidden) for hidden in (12288, 1024, 14400)] == [96, 8, 120]
     assert shape_of_row(ROW | {"heads": "", "kv_heads": ""}).heads == 64
+    bloom = ROW | {"heads": "", "kv_heads": "", "hidden": "14400"}
+    assert shape_of_row(bloom | {"model": "GPT 78L h14400 (BLOOM tune-up)"}).heads == 96
 
 
 def test_vocabularies_are_padded_for_tensor_ranks() -> None:

@@ -13,18 +13,28 @@ from echelon.planner.foresight.settings import Settings
 from echelon.planner.foresight.stages import StageKind
 from echelon.planner.shape.shape import ModelShape
 
-_COMPILED = 1 / 2  # of the kernels of a layer are left
+_NARROW = ("fp8", "fp4")
 
 
 def stage_kernels(shape: ModelShape, practice: Practice, settings: Settings, stage: StageKind) -> float:
     """The kernels of one pass through a stage's layers, as a multiple of those of a layer without experts."""
+    if _is_replayed(shape, settings):
+        return 0.0
     kernels = stage.dense
     if stage.sparse and shape.experts is not None:
         each = practice.host_sparse + practice.host_expert * shape.experts.number / settings.expert
         kernels += stage.sparse * each
     if settings.context > 1:
         kernels += stage.layers * practice.host_context
-    return kernels * (_COMPILED if settings.compiled else 1.0)
+    is_turned = not shape.learned_positions and not settings.compiled
+    return kernels * (practice.host_turn if is_turned else 1.0)
+
+
+def _is_replayed(shape: ModelShape, settings: Settings) -> bool:
+    """Whether passes are replayed as a CUDA graph (docs/graphs.md)."""
+    is_plain = settings.recompute == "none" and settings.update == "step" and not settings.offload
+    is_recorded = settings.graphs and settings.ranks == 1 and shape.experts is None
+    return is_recorded and is_plain and settings.precision not in _NARROW
 
 
 def waiting_seconds(practice: Practice, device: Device, kernels: float, busy: float) -> float:

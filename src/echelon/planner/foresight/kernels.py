@@ -19,6 +19,11 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (6
 _SPLITS = (1, 2, 4, 8)
 _LEAST_SPLIT = 512  # of k: shorter parts are not worth the sum over them
 
+_USUAL_WIDTH = 128  # of a head, for which `Device.attention` is
+# Of one core in a second: 16 in a cycle of about 1.7 GHz, in GPUs from Volta to Blackwell. Shah et al. 2024
+# (arXiv:2407.08608), section 3.1, says what that means: 3.9e12 beside 989e12 operations of products on H100.
+_EXPONENTIALS = 16 * 1.7e9
+
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
 _NARROW = {"fp8", "fp4"}
 
@@ -57,7 +62,10 @@ def stream_seconds(device: Device, size: float) -> float:
     return size / (device.bandwidth * device.stream)
 
 
-def attention_seconds(device: Device, precision: str, flops: float) -> float:
-    """Seconds of fused attention, forward. Its products stay in 16 bits where matrices are narrower."""
-    kept = "bf16" if precision in _NARROW else precision
-    return device.launch + flops / (device.rate(kept) * device.attention)
+def attention_seconds(device: Device, precision: str, flops: float, width: float = _USUAL_WIDTH) -> float:
+    """Seconds of fused attention, forward, of heads so wide. Its products stay in 16 bits where matrices are
+    narrower. Each score takes an exponential, whatever the width: for few numbers it weighs more."""
+    rate = device.rate("bf16" if precision in _NARROW else precision)
+    exponential = rate / (4.0 * device.cores * _EXPONENTIALS)  # as many numbers of a head take as long
+    share = device.attention * (1 + exponential / _USUAL_WIDTH) / (1 + exponential / width)
+    return device.launch + flops / (rate * share)

@@ -22,7 +22,12 @@ from echelon.planner.shape.shape import Matrix, ModelShape
 _NARROW = ("fp8", "fp4")
 _BACK_ATTENTION = 3.0  # operations of fused attention's backward pass: five products, not two
 _MISALIGNED_SCORES = 6.0  # batched products of heads whose rows are not multiples of 16 bytes
-_COMPILED = 0.6  # of the traffic of kernels between products is left
+_COMPILED = 0.78  # of the traffic of kernels between products is left
+# Bytes that a forward pass moves per number: one kernel reads and writes it. In models of transformers, norms
+# are a chain of kernels in float32, turns of queries and keys one in bfloat16, and so is GPT-2's GELU.
+# Counted; profiles on one H200 agree.
+_FUSED, _PLAIN_NORM, _PLAIN_TURN, _PLAIN_GELU = 4.0, 32.0, 17.0, 15.0
+_PLAIN_NORM_SAVED, _PLAIN_GELU_SAVED = 4.0, 6.0  # bytes that these save, more than one kernel
 _EXPERT_TILE = 64  # tokens: an expert's last tile may be almost empty
 
 
@@ -137,7 +142,8 @@ def _scores(
         flops = tokens * shape.score_flops(sequence) / settings.tensor
         if not practice.skips_masked and not shape.bidirectional:
             flops *= 2
-        seconds = attention_seconds(device, settings.precision, flops / practice.attention)
+        width = (shape.key_width + shape.value_width) / (2 * shape.heads)
+        seconds = attention_seconds(device, settings.precision, flops / practice.attention, width)
         return _Compute(seconds, _BACK_ATTENTION * seconds, 0.0)
     heads = ceil(shape.heads / settings.tensor)
     rows = tokens * heads
@@ -159,15 +165,16 @@ def _stream(
     """Seconds of norms, residuals, activation functions and positions, in a forward pass."""
     ranks = settings.tensor
     residual = 7 if shape.dropout else 6  # two reads and a write; dropout writes its mask
-    around = (2 * 4 + 2 * residual) * shape.hidden / (ranks if settings.sequence else 1)
+    norm, turn, gelu = _bytes_of_kernels(shape, practice, settings)
+    around = 2 * (norm + residual) * shape.hidden / (ranks if settings.sequence else 1)
     width = shape.ffn
     if sparse and shape.experts is not None:
         width = shape.experts.shared + shape.experts.top_k * shape.experts.hidden
         sorts = 2 if practice.sorts_arrivals and settings.expert > 1 else 1
         around += sorts * 8.0 * shape.experts.top_k * shape.hidden / ranks  # sorted by expert, and back
-    within = (6 if shape.gated else 4) * width / ranks
-    if not shape.learned_positions:
-        within += 4 * (shape.key_width + shape.kv_width) / ranks
+    within = (6 if shape.gated else gelu) * width / ranks
+    turned = (shape.key_width + shape.kv_width) / ranks
+    within += turned * ((0.0 if shape.learned_positions else turn) + (norm if shape.qk_norm else 0.0))
     size = practice.traffic * (around + within)
     if settings.precision in _NARROW:  # inputs are read and written again, narrow, in both layouts
         size += 4.0 * sum(
@@ -178,6 +185,18 @@ def _stream(
         size *= _COMPILED
     wide = 4.0 if settings.precision == "fp64" else 2.0 if settings.precision == "fp32" else 1.0
     return stream_seconds(cluster.device, wide * size * tokens) / cluster.device.kernels
+
+
+def _bytes_of_kernels(
+    shape: ModelShape, practice: Practice, settings: Settings
+) -> tuple[float, float, float]:
+    """Bytes per number of a norm, of what turns queries and keys by their position, and of an activation
+    function without a gate."""
+    if settings.compiled:
+        return _FUSED, _FUSED, _FUSED
+    if not shape.plain:
+        return _FUSED, practice.turn_bytes, _FUSED
+    return _PLAIN_NORM if shape.norm_vectors == 1 else _FUSED, _PLAIN_TURN, _PLAIN_GELU
 
 
 def _tensor_seconds(shape: ModelShape, cluster: Cluster, settings: Settings, tokens: int) -> float:
@@ -249,7 +268,22 @@ def saved_bytes(
     kept = dense * (1 - practice.frees)  # recompute=selective makes the rest again
     if shape.norm_vectors == 1:  # RMSNorm
         dense += tokens * 2 * practice.norm_bytes * shape.hidden / share
+    if shape.plain and not settings.compiled:
+        dense += tokens * (_plain_norm_bytes(shape) / share + _plain_gelu_bytes(shape) / ranks)
     checkpoint = unit * tokens * shape.hidden / share
     if settings.split_checkpoints:
         checkpoint /= ranks
     return dense + tokens * scores, kept, checkpoint
+
+
+def _plain_norm_bytes(shape: ModelShape) -> float:
+    """Bytes per token that norms of plain torch save: their input in float32 in place of bfloat16, and of
+    queries and keys also what they return, before the weight."""
+    if shape.norm_vectors > 1:
+        return 0.0
+    turned = shape.key_width + shape.kv_width if shape.qk_norm else 0
+    return _PLAIN_NORM_SAVED * 2 * shape.hidden + (_PLAIN_NORM_SAVED + 2) * turned
+
+
+def _plain_gelu_bytes(shape: ModelShape) -> float:
+    return 0.0 if shape.gated else _PLAIN_GELU_SAVED * shape.ffn

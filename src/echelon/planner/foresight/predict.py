@@ -37,7 +37,7 @@ from echelon.planner.foresight.passes import Pass, head_pass, stage_passes
 from echelon.planner.foresight.practice import ECHELON, ECHELON_CPU, Practice
 from echelon.planner.foresight.prediction import Memory, Prediction, Seconds
 from echelon.planner.foresight.schedules import step_seconds
-from echelon.planner.foresight.settings import Settings, settings_of
+from echelon.planner.foresight.settings import ADAM, Settings, settings_of
 from echelon.planner.foresight.sharing import StepEnd, step_end
 from echelon.planner.foresight.stages import StageKind, stage_kinds
 from echelon.planner.shape.shape import ModelShape
@@ -73,13 +73,18 @@ class _Passes(NamedTuple):
 
 
 def predict(
-    shape: ModelShape, plan: Plan | str, cluster: Cluster, batch: int, sequence: int | None = None
+    shape: ModelShape,
+    plan: Plan | str,
+    cluster: Cluster,
+    batch: int,
+    sequence: int | None = None,
+    optimizer: str = ADAM,
 ) -> Prediction:
-    """Predict a step of `batch` sequences.
+    """Predict a step of `batch` sequences, with one of the optimizers that `echelon train` has.
 
     For example `predict(read_shape("llama3-8b"), "data=8 zero=3", read_cluster("h100:8"), batch=64)`.
     """
-    settings = settings_of(Plan.parse(plan) if isinstance(plan, str) else plan)
+    settings = settings_of(Plan.parse(plan) if isinstance(plan, str) else plan, optimizer)
     if sequence is not None and sequence != shape.sequence:
         shape = replace(shape, sequence=sequence)
     if errors := fit_errors(shape, settings, cluster, batch):
@@ -184,6 +189,8 @@ class Forecast:
             copies = max(0.0, copies - _BEHIND_BACKWARD * slowest.total)
         host = step_waiting_seconds(practice, self.cluster.device, settings)
         total = pipeline + transfers + end.update + copies + data + host
+        loader = max(0.0, (m + 1) * practice.read_microbatch - total)
+        host, total = host + loader, total + loader
         nodes = max(1.0, settings.ranks / self.cluster.per_node)
         return Seconds(
             m * slowest.compute,

@@ -2,10 +2,27 @@
 
 from typing import NamedTuple
 
-from echelon.errors import raise_errors
+from echelon.errors import did_you_mean, raise_errors
 from echelon.plan import AUTO, Plan
 from echelon.planner.foresight.kernels import BYTES
 from echelon.quantities import read_bytes
+
+
+class Optimizer(NamedTuple):
+    """Numbers of state per weight, in float32 or wider; bytes that an update moves per weight, beside state,
+    gradient and weight: sums over rows and columns, in kernels of their own."""
+
+    states: int
+    moved: float = 0.0
+
+
+ADAM = "adamw"
+OPTIMIZERS = {
+    ADAM: Optimizer(2),
+    "sgd": Optimizer(1),  # with momentum
+    "sm3": Optimizer(1, 60.0),
+    "adafactor": Optimizer(0, 60.0),
+}
 
 
 class Settings(NamedTuple):
@@ -33,12 +50,14 @@ class Settings(NamedTuple):
     gradient_bytes: float = 4.0  # that a rank keeps
     message_bytes: float = 4.0  # of a gradient that ranks exchange
     optimizer_bytes: float = 12.0
+    update_bytes: float = 0.0  # per weight, see `Optimizer`
     update: str = "step"
     sync: str = "all-reduce"
     offload: frozenset[str] = frozenset()
     delay: int = 0
     saved: float = 1.0  # share of saved activations that compression leaves
     compiled: bool = False
+    graphs: bool = False  # passes of one rank are replayed, where the host is the slower one
     frozen: bool = False  # weights have no gradients (LoRA)
     records_first: bool = False  # a pass of forwards records what gates do
 
@@ -68,9 +87,13 @@ class Settings(NamedTuple):
 _GIST_BITS = {"gist-fp16": 16, "gist-fp10": 10, "gist-fp8": 8}
 
 
-def settings_of(plan: Plan) -> Settings:
-    """Return what a plan costs by; a UserError names every word of it that has no cost here."""
-    if refusals := _refusals(plan):
+def settings_of(plan: Plan, optimizer: str = ADAM) -> Settings:
+    """Return what a plan costs by, with one of `OPTIMIZERS`; a UserError names every word of it that has no
+    cost here."""
+    refusals = _refusals(plan)
+    if optimizer not in OPTIMIZERS:
+        refusals.append(f"optimizer={optimizer}: is unknown{did_you_mean(optimizer, OPTIMIZERS)}")
+    if refusals:
         raise_errors(f"foresight of plan '{plan}'", refusals)
     assert isinstance(plan.pipeline, int)
     size = float(BYTES["bf16" if plan.precision == "fp8" else plan.precision])
@@ -78,7 +101,7 @@ def settings_of(plan: Plan) -> Settings:
     gradient = summed_bytes(plan.precision, plan.microbatches, plan.data * plan.context)
     if plan.gradients == "same":
         gradient = size
-    moments = 2 * max(4.0, size)
+    states = OPTIMIZERS[optimizer].states * max(4.0, size)
     return Settings(
         plan.data,
         plan.tensor,
@@ -100,13 +123,15 @@ def settings_of(plan: Plan) -> Settings:
         weight_bytes=size,
         gradient_bytes=gradient,
         message_bytes=gradient,
-        optimizer_bytes=moments + (4.0 if is_narrow and plan.masters else 0.0),
+        optimizer_bytes=states + (4.0 if is_narrow and plan.masters else 0.0),
+        update_bytes=OPTIMIZERS[optimizer].moved,
         update=plan.update,
         sync=plan.sync,
         offload=frozenset(plan.offload),
         delay=plan.delay,
         saved=_GIST_BITS.get(plan.compress, 8 * size) / (8 * size),
         compiled=plan.compile,
+        graphs=plan.graphs != "false",
     )
 
 

@@ -91,7 +91,8 @@ def _moved_by_update(states: StateBytes, settings: Settings) -> float:
     shards = settings.shards if settings.zero else 1  # each rank updates its shard
     gradients = states.gradients / (shards if settings.zero == 1 else 1)
     weights = states.parameters / (shards if settings.zero in (1, 2) else 1)
-    return _UPDATE_PASSES * states.optimizer + 2 * gradients + weights
+    own = weights / settings.weight_bytes * settings.update_bytes
+    return _UPDATE_PASSES * states.optimizer + 2 * gradients + weights + own
 
 
 def _update(cluster: Cluster, settings: Settings, states: StateBytes, layers: float) -> float:

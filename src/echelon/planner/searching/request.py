@@ -14,7 +14,7 @@ from typing import Any, final
 from echelon.errors import UserError, raise_errors
 from echelon.plan import AUTO, FIELDS
 from echelon.plan.plan import draft, read_words
-from echelon.planner.foresight.settings import Settings, settings_of
+from echelon.planner.foresight.settings import ADAM, Settings, settings_of
 from echelon.quantities import read_bytes
 
 # What a search chooses, of the fields of a plan. The others are as the request says, in every plan.
@@ -39,6 +39,7 @@ class Request:
     memory: float | None = None
     ranks: int | None = None
     narrowed: tuple[tuple[str, Any], ...] = ()  # fields that have one value, though the words do not say so
+    optimizer: str = ADAM
 
     @classmethod
     def parse(cls, text: str) -> "Request":
@@ -79,7 +80,7 @@ class Request:
     @cached_property
     def base(self) -> Settings:
         """What all plans have in common."""
-        return settings_of(draft(self.values))
+        return settings_of(draft(self.values), self.optimizer)
 
     @cached_property
     def others(self) -> str:

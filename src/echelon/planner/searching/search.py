@@ -17,7 +17,7 @@ from echelon.plan import Plan
 from echelon.planner.cluster.cluster import Cluster
 from echelon.planner.foresight.predict import Forecast, forecast_of
 from echelon.planner.foresight.prediction import Prediction
-from echelon.planner.foresight.settings import Settings
+from echelon.planner.foresight.settings import ADAM, Settings
 from echelon.planner.searching.request import Request
 from echelon.planner.searching.space import layouts, most_sharded, plan_text, savers, shardings, smallest
 from echelon.planner.shape.shape import ModelShape
@@ -57,11 +57,12 @@ def search(
     sequence: int | None = None,
     precision: str = "bf16",
     top: int = 10,
+    optimizer: str = ADAM,
     request: Request | None = None,
 ) -> SearchResult:
-    """Return the `top` fastest plans that train `shape` on all devices of `cluster`, in this precision or as
-    the request says."""
-    request = Request(f"precision={precision}") if request is None else request
+    """Return the `top` fastest plans that train `shape` on all devices of `cluster`, in this precision and
+    with this optimizer, or as the request says."""
+    request = Request(f"precision={precision}", optimizer=optimizer) if request is None else request
     if batch < 1:
         raise_errors("the search", [f"batch={batch}: a step has at least 1 sequence"])
     if sequence is not None:

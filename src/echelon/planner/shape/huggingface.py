@@ -36,6 +36,7 @@ _PLAIN = (
     "phi",
     "starcoder2",
 )
+_CHAINS = ("gelu_new", "gelu_fast", "gelu_python", "quick_gelu")
 _BOTH_WAYS = ("bert", "roberta", "electra", "deberta")
 _LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta", "electra")
 
@@ -89,11 +90,19 @@ def _from_usual_keys(raw: Mapping[str, Any], name: str) -> ModelShape:
         bias=is_plain,
         qk_norm=model_type.startswith("qwen3"),
         norm_vectors=2 if is_plain else 1,
+        plain=is_chain(raw, norm_vectors=2 if is_plain else 1),
         learned_positions=sequence if learned else 0,
         bidirectional=model_type in _BOTH_WAYS,
         experts=_experts(raw, hidden),
         latent=_latent(raw),
     )
+
+
+def is_chain(raw: Mapping[str, Any], norm_vectors: int) -> bool:
+    """Whether norms or activation functions of transformers' own model are chains of kernels: RMSNorm
+    always is, LayerNorm is not; of GELU, torch has a kernel for the exact one and "gelu_pytorch_tanh"."""
+    function = raw.get("activation_function") or raw.get("hidden_act")
+    return norm_vectors == 1 or function in _CHAINS
 
 
 def _first(raw: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

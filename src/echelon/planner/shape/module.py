@@ -14,6 +14,7 @@ Parameters that fit nowhere are counted as such, so that their number is exact.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from echelon.errors import UserError
 from echelon.models.config import ModelConfig
-from echelon.planner.shape.huggingface import shape_from_config
+from echelon.planner.shape.huggingface import is_chain, shape_from_config
 from echelon.planner.shape.presets import shape_of
 from echelon.planner.shape.shape import ModelShape
 
@@ -81,7 +82,9 @@ def shape_of_module(
         return shape_of(config, name)
     if callable(getattr(config, "to_dict", None)):
         with suppress(UserError):
-            return shape_from_config(config.to_dict(), name)  # type: ignore[union-attr]
+            raw = config.to_dict()  # type: ignore[union-attr]
+            shape = shape_from_config(raw, name)
+            return replace(shape, plain=is_chain(raw, shape.norm_vectors))
     if not inputs and not named:
         raise UserError(f"'{name}' has no config: give the inputs of a call, whose values do not matter")
     return _from_trace(module, _trace(module, inputs, named or {}, name), name)

@@ -69,7 +69,8 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a transformer. `norm_vectors` is 2 for LayerNorm (weight and bias), 1 for RMSNorm."""
+    """Sizes of a transformer. `norm_vectors` is 2 for LayerNorm (weight and bias), 1 for RMSNorm.
+    `plain`: RMSNorm, rotary positions and GELU are chains of plain kernels, as in models of transformers."""
 
     name: str
     layers: int
@@ -88,6 +89,7 @@ class ModelShape:
     learned_positions: int = 0
     bidirectional: bool = False
     dropout: bool = False
+    plain: bool = False
     other_parameters: int = 0  # of nothing above, as a traced module has them; counted with the head
     experts: Experts | None = None
     latent: LatentAttention | None = None

@@ -16,8 +16,8 @@ from echelon.planner.foresight.practice import (
     MLPERF,
     TORCHTITAN,
     Practice,
-    on_one_node,
     with_fused_loss,
+    with_slow_samples,
 )
 
 _BY_SOURCE = (
@@ -42,7 +42,7 @@ def practice_of(row: Mapping[str, str]) -> Practice:
     """The program that a row is of; where it does not say, one of the time of its device and types."""
     if "attention" in row:  # only Megatron's tests say it
         practice = MEGATRON_UNFUSED if row["attention"] == "unfused" else MEGATRON_TESTS
-        practice = on_one_node(practice) if row.get("host") == "one node" else practice
+        practice = with_slow_samples(practice) if row.get("host") == "one node" else practice
         return with_fused_loss(practice) if row.get("loss") == "fused" else practice
     release = _RELEASE.search(row["source"])
     is_late = release is not None and (int(release[1]), int(release[2])) >= _FEWER_KERNELS

@@ -9,6 +9,9 @@ from echelon.planner.validate.columns import Row, integer, text
 _DEEPSEEK_LATENT = LatentAttention(query_rank=1536, kv_rank=512, rope=64, nope=128, value=128)  # Kimi K2 too
 _FIRST_DENSE = {"deepseekv3": 3, "kimi": 1}
 _HEAD_WIDTHS = {"qwen3": 128, "gpt oss": 64}
+# BigScience's chronicle states the heads of its model of 200 billion parameters ("NLAYERS=80, NHIDDEN=14400,
+# NHEADS=96"); the others of that width differ from it by their layers.
+_HEADS = {"h14400 (bloom": 96}
 _GATED = ("llama", "mixtral", "mistral", "qwen", "deepseek", "kimi", "gpt oss", "gemma", "olmo", "yi-")
 _NO_DROPOUT = ("mpt", "nemotron")
 _EXPERTS = re.compile(r"(?:(\d+) dense/)?(\d+)x(\d+) experts top(\d+)(?:\+(\d+) shared)?")
@@ -20,7 +23,7 @@ def shape_of_row(row: Row) -> ModelShape:
     name = row["model"]
     key = name.lower()
     hidden, layers, sequence = (integer(row, column) for column in ("hidden", "layers", "seq"))
-    heads = integer(row, "heads", usual_heads(hidden))
+    heads = integer(row, "heads", _by_name(_HEADS, key, 0) or usual_heads(hidden))
     gated = any(word in key for word in _GATED)
     is_gpt = not gated and "nemotron" not in key
     return ModelShape(
