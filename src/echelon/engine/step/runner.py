@@ -40,7 +40,7 @@ from echelon.program import (
     split_update,
     without_update,
 )
-from echelon.update.numbers import Number, StepNumbers
+from echelon.update.numbers import Counted, Number, RankNumbers, StepNumbers
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
 _HALF_UPDATED = (
@@ -304,12 +304,12 @@ class StepRunner(ABC):
     def tie(self) -> None:
         self._update.tie()
 
-    def norm(self, tally: Tensor, *, own: int | None = 0) -> None:
+    def norm(self, tally: Tensor, *, own: int | None = 0, known: Counted | RankNumbers | None = None) -> None:
         gates = None
         if self._balance is not None:
             self._balance.exchange(tally)
             gates = self._balance.numbers()
-        self._update.norm(tally, gates, own=own)
+        self._update.norm(tally, gates, own=own, known=known)
 
     def update(self) -> None:
         self.observers.tell("before_update")

@@ -16,7 +16,7 @@ from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.side_effects import restored_weights, without_side_effects
 from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter
-from echelon.update.numbers import Number, StepNumbers
+from echelon.update.numbers import Number, StepNumbers, Tally
 
 if TYPE_CHECKING:
     from echelon.engine.step.graphs.graphed_passes import GraphedPasses
@@ -35,9 +35,10 @@ class SidePasses(StepRunner):
         """Return whether the last passes were recorded or replayed."""
         return self.graphs is not None and self.graphs.enters_other_nodes
 
-    def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
+    def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tally:
         """Run passes by their instructions."""
-        return self._run(script, feed)
+        row = self._run(script, feed)
+        return Tally(row, self._interpreter.tally.counted)
 
     def aside(self) -> AbstractContextManager[None]:
         """Around passes of which nothing is kept between steps."""

@@ -37,7 +37,7 @@ from echelon.nn.forward_state import BufferSnapshot
 from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.update.nonfinite import NonfiniteError
-from echelon.update.numbers import StepNumbers, Tallies
+from echelon.update.numbers import RankNumbers, StepNumbers, Tallies
 
 
 class Step:
@@ -143,6 +143,7 @@ class FlushedRunner(SidePasses):
         self._is_rehearsed = self._update.units is None
         self._has_trained = False  # the first step tries things out
         self.tallies = Tallies()  # of the update that is under way
+        self._replayed: RankNumbers | None = None  # of it, if its passes were replayed and these are known
         self._ways = Ways()
         self._renormalises = any(map(renormalises_any, self._local.modules))
 
@@ -157,9 +158,16 @@ class FlushedRunner(SidePasses):
         return self._train_step(batch, step)
 
     def _train_step(self, batch: Batch, step: int) -> StepNumbers:
+        if self.graphs is not None:
+            self.graphs.start_step()
         self.begin(step)
         self.pass_through(batch, last=True)
-        return self.finish()
+        if self.graphs is not None:  # nothing of the user's comes between passes and update
+            self._replayed = self.graphs.numbers
+        numbers = self.finish()
+        if self.graphs is not None:
+            self.graphs.finish_step()
+        return numbers
 
     # The parts of a step: passes of one batch, or of several whose gradients add up, and the update.
 
@@ -168,7 +176,7 @@ class FlushedRunner(SidePasses):
         self._number = self._update.number = step
         self._start()
         self._buffers.take()
-        self.tallies = Tallies()
+        self.tallies, self._replayed = Tallies(), None
         self._ways.start()
 
     def pass_through(self, batch: Batch, *, last: bool, own_loss: bool = True) -> Tensor:
@@ -184,14 +192,14 @@ class FlushedRunner(SidePasses):
             feed = self._step_feed(batch, self._number, call)
             script = self._part_script(len(feed), sums=last)
             if self.graphs is None:
-                tally = self._run(script, feed)
+                tally = self.run_as_is(script, feed)
             else:
                 tally = self.graphs.run(script, feed, number_of(self._number, call.number))
             self.tallies.add(tally, is_own=own_loss, is_summed=last)
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
             raise
-        return tally
+        return tally.row
 
     def finish(self) -> StepNumbers:
         """Sum gradients over ranks, if they are not, and make the update."""
@@ -225,14 +233,21 @@ class FlushedRunner(SidePasses):
             self._update.units.finish_passes()
         self.first_step.decide()
         self._update.took_other_way = not self._enters_other_nodes and self._ways.is_new()
-        super().norm(self.tallies.joined(), own=self.tallies.own)
+        known = self._replayed or self.tallies.counted
+        super().norm(self.tallies.joined(), own=self.tallies.own, known=known)
 
     def publish(self) -> None:
         self._buffers.restore(self._update.undoes)
         units = self._update.units
         if units is None or units.rehearsal is None:
-            self.observers.tell("after_update", self._update.skips)
+            self._tell_update()
         super().publish()
+
+    def _tell_update(self) -> None:
+        skips = self._update.skips
+        if self._replayed is not None and isinstance(skips, Tensor) and self.observers.hears("after_update"):
+            skips = skips.clone()  # the next replay writes another one
+        self.observers.tell("after_update", skips)
 
     @property
     def updates_last(self) -> bool:

@@ -82,7 +82,7 @@ class Interpreter:
         self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
         self._start_gradients = StartGradients()
         self._sums = partial(LossSums, device, deferred=deferred)
-        self._tally = self._sums()
+        self.tally = self._sums()  # of the last passes
         self._since_update = self._no_losses()  # where every update has losses of its own
         self.timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
@@ -116,7 +116,7 @@ class Interpreter:
         self._script, self._feed = script, feed
         self._splits = script.splits_backward
         if not script.continues:
-            self._tally = self._sums()
+            self.tally = self._sums()
         self.timer.start_step(script.rank, script.instructions, continues=script.continues)
         if not script.continues:
             self._mailbox.start_step(script, feed)
@@ -126,14 +126,14 @@ class Interpreter:
         if not script.continues:
             self._mailbox.finish_step()
         self._feed = {}
-        return self._tally.row()
+        return self.tally.row()
 
     def _execute(self, script: Script) -> None:
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
             self.timer.start_instruction(script.labels[self._at])
             if self._at == script.first_backward and self._observers.hears("before_backwards"):
-                self._observers.tell("before_backwards", self._tally.row())
+                self._observers.tell("before_backwards", self.tally.row())
             self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead()
@@ -159,7 +159,7 @@ class Interpreter:
 
     def forget_losses(self) -> None:
         """No update is made of what has run since the last one."""
-        self._tally, self._since_update = self._sums(), self._no_losses()
+        self.tally, self._since_update = self._sums(), self._no_losses()
 
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
@@ -211,7 +211,7 @@ class Interpreter:
         # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
         tally = None if self._versions is None else self._sums()
         known, weight = _detached(loss.counted), _detached(normaliser)
-        for counted in (self._tally, tally):
+        for counted in (self.tally, tally):
             if counted is not None and self._losses.are_counted:
                 counted.add(total.detach(), known, known * weight)  # it outlives the graph
         # The backward pass of total / normaliser; a division that needs no gradient is no part of the graph.
@@ -355,7 +355,7 @@ class Interpreter:
 
     def _norm(self, _: Instruction) -> None:
         """Without versions of weights, all of a step's losses are one update's."""
-        self._runtime.norm(self._tally.row() if self._versions is None else self._since_update)
+        self._runtime.norm(self.tally.row() if self._versions is None else self._since_update)
 
     def _update(self, _: Instruction) -> None:
         self._runtime.update()
