@@ -6,6 +6,6 @@
     static_feed.py       microbatches in memory that stays, from which a recording reads
     cuda_recorder.py     records and replays by torch's CUDA graphs; measures both
 
-A recording has all forward and backward passes of a step on one rank. Sums over ranks, norm, update and
-metrics stay outside.
+A recording has all forward and backward passes of a step on one rank, and the numbers of its update: norm,
+factor of gradients, flags. The update itself and metrics stay outside.
 """
