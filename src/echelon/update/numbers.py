@@ -39,14 +39,14 @@ class Counted(NamedTuple):
     """The sums of a tally that the host may know: how much losses counted, and that times what they were
     divided by before the backward pass. Those of means are numbers of samples."""
 
-    count: float
+    amount: float
     weighted: float
 
-    def plus(self, count: Number, weighted: Number) -> "Counted | None":
+    def plus(self, amount: Number, weighted: Number) -> "Counted | None":
         """Return the sums with another loss; None where one of its numbers is on the device."""
-        if isinstance(count, Tensor) or isinstance(weighted, Tensor):
+        if isinstance(amount, Tensor) or isinstance(weighted, Tensor):
             return None
-        return Counted(self.count + count, self.weighted + weighted)
+        return Counted(self.amount + amount, self.weighted + weighted)
 
 
 class Scaling(NamedTuple):
@@ -104,7 +104,7 @@ class RankNumbers(NamedTuple):
     None for these."""
 
     scaling: Scaling
-    count: Number
+    counted: Number
     values: Tensor
     known: tuple[float | None, ...]
 

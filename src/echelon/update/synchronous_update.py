@@ -173,7 +173,7 @@ class SynchronousUpdate(Update):
         )
 
     def _take(self, found: RankNumbers) -> None:
-        self._scaling, self._count = found.scaling, found.count
+        self._scaling, self._count = found.scaling, found.counted
         known = (*found.known, float(self.took_other_way))
         self.numbers = StepNumbers(found.values, known=known, tells_ways=True)
 

@@ -74,6 +74,7 @@ class LossNormaliser:
         # Workers of sync=async do not wait, and passes of PipeDream outlive the batch.
         self._may_be_late = plan.data == 1 and plan.flushes and not exact
         self._has_pair = False  # whether a loss of an earlier step was (total, count)
+        self._last: StepNormaliser | None = None
         self._trial_samples: int | None = None  # which a Sum of a trial is over
 
     def start_update(self) -> None:
@@ -89,7 +90,7 @@ class LossNormaliser:
         if not self._is_here:
             return StepNormaliser(1.0, lambda: (Counts(1.0, 1.0, 1.0), None), is_only=False, local=None)
         reads = self._is_first or not self._deferred
-        self._has_pair = self._has_pair or (not self._is_first and self._last.has_pair)
+        self._has_pair = self._has_pair or (self._last is not None and self._last.has_pair)
         count = partial(self._count, batch, samples, count_before, own_loss=own_loss, reads=reads)
         is_late = self._may_be_late and not self._is_first and not self._has_pair
         if is_late and own_loss:
@@ -158,6 +159,7 @@ class LossNormaliser:
 
     def _has_pairs(self) -> bool:
         """Return whether a loss of the last step, on any rank, was (total, count), not a mean."""
+        assert self._last is not None
         flag = torch.tensor(float(self._last.has_pair), device=self._mesh.device)
         if self._mesh.plan.ranks > 1:
             group = self._mesh.group("all")

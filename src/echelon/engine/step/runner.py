@@ -8,6 +8,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -42,6 +43,9 @@ from echelon.program import (
 )
 from echelon.update.numbers import Counted, Number, RankNumbers, StepNumbers
 
+if TYPE_CHECKING:
+    from echelon.engine.step.graphs.graphed_passes import GraphedPasses
+
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
 _HALF_UPDATED = (
     "an earlier step failed in its backward pass, in which units are updated: some weights are those of "
@@ -51,6 +55,8 @@ _HALF_UPDATED = (
 
 class StepRunner(ABC):
     """Takes batches through the stages of this rank."""
+
+    graphs: "GraphedPasses | None" = None  # where passes may be recorded
 
     def __init__(self, setup: Setup, balance: Balance | None = None) -> None:
         self._mesh, self._local, self._update = setup.mesh, setup.local, setup.update

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,17 +17,12 @@ from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter
 from echelon.update.numbers import Number, StepNumbers, Tally
 
-if TYPE_CHECKING:
-    from echelon.engine.step.graphs.graphed_passes import GraphedPasses
-
 
 class SidePasses(StepRunner):
     """A runner whose steps begin and end with an empty pipeline, so that other passes fit in between."""
 
     _is_rehearsed: bool
     _count_before: Number | None = None  # what the last update was the mean of
-
-    graphs: "GraphedPasses | None" = None  # where passes may be recorded
 
     @property
     def _enters_other_nodes(self) -> bool:

@@ -37,7 +37,7 @@ from echelon.nn.forward_state import BufferSnapshot
 from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.update.nonfinite import NonfiniteError
-from echelon.update.numbers import RankNumbers, StepNumbers, Tallies
+from echelon.update.numbers import Counted, RankNumbers, StepNumbers, Tallies
 
 
 class Step:
@@ -63,8 +63,14 @@ class Step:
         pair = self._read(batch, self._setup.reader)
         with self._watch.step(is_empty=self._runner.is_empty) as refusal:
             self._ask_audit(batch, pair, refusal, self._setup.reader)
+            graphs = self._runner.graphs
+            if graphs is not None:
+                graphs.start_step()
             timer = self._begin(pair)
-            return self._finish(self._runner.train(pair, self.counter.begun), timer)
+            metrics = self._finish(self._runner.train(pair, self.counter.begun), timer)
+            if graphs is not None:
+                graphs.finish_step()
+            return metrics
 
     def _check_earlier_steps(self) -> None:
         # After many steps that were skipped, the next one must not begin before the last one is known.
@@ -158,16 +164,11 @@ class FlushedRunner(SidePasses):
         return self._train_step(batch, step)
 
     def _train_step(self, batch: Batch, step: int) -> StepNumbers:
-        if self.graphs is not None:
-            self.graphs.start_step()
         self.begin(step)
         self.pass_through(batch, last=True)
         if self.graphs is not None:  # nothing of the user's comes between passes and update
             self._replayed = self.graphs.numbers
-        numbers = self.finish()
-        if self.graphs is not None:
-            self.graphs.finish_step()
-        return numbers
+        return self.finish()
 
     # The parts of a step: passes of one batch, or of several whose gradients add up, and the update.
 
@@ -228,12 +229,18 @@ class FlushedRunner(SidePasses):
             self._record_statistics(feed)
         return feed
 
-    def norm(self, tally: Tensor, *, own: int | None = 0) -> None:  # noqa: ARG002 (the passes are over)
+    def norm(
+        self,
+        tally: Tensor,  # noqa: ARG002 (the passes are over)
+        *,
+        own: int | None = 0,  # noqa: ARG002
+        known: Counted | RankNumbers | None = None,
+    ) -> None:
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
         self._update.took_other_way = not self._enters_other_nodes and self._ways.is_new()
-        known = self._replayed or self.tallies.counted
+        known = known or self._replayed or self.tallies.counted
         super().norm(self.tallies.joined(), own=self.tallies.own, known=known)
 
     def publish(self) -> None:

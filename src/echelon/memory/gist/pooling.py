@@ -22,7 +22,8 @@ from echelon.memory.gist.launch import Launch
 if TYPE_CHECKING:
     from echelon.memory.gist.functions import Window
 
-_TILE = 1024  # numbers of a program
+_BYTES = 256  # of places, in a program
+_TILE = 1024  # numbers of an input, in a program; of one that looks up several windows a quarter
 _MOST = 2**31 - 2 * _TILE  # of a tensor: places are integers of 32 bits
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,8 +44,8 @@ def max_pool(x: Tensor, window: "Window") -> tuple[Tensor, Tensor]:
     output = torch.empty(size, dtype=x.dtype, device=x.device)
     num_bytes = triton.cdiv(output.numel(), 2)
     places = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
-    launch, _ = _launches(window, x.dtype is torch.float64)
-    launch(triton.cdiv(num_bytes, _TILE // 2), (x, output, places), output.numel(), *x.shape[-2:], *size[-2:])
+    launch = _forward(window, x.dtype is torch.float64)
+    launch(triton.cdiv(num_bytes, _BYTES), (x, output, places), output.numel(), *x.shape[-2:], *size[-2:])
     return output, places
 
 
@@ -54,26 +55,30 @@ def max_pool_backward(
     """The gradient of an input of this size. `output`: the size of the output."""
     gradient = gradient.contiguous()
     result = torch.empty(size, dtype=gradient.dtype, device=gradient.device)
-    _, launch = _launches(window, gradient.dtype is torch.float64)
+    launch, tile = _backward(window, gradient.dtype is torch.float64)
     num = result.numel()
-    launch(triton.cdiv(num, _TILE), (gradient, places, result), num, *size[-2:], *output[-2:])
+    launch(triton.cdiv(num, tile), (gradient, places, result), num, *size[-2:], *output[-2:])
     return result
 
 
 @cache
-def _launches(window: "Window", is_wide: bool) -> tuple[Launch, Launch]:
-    """Of the forward and the backward pass, each compiled for a window."""
-    of_window = {
-        f"{name}_{axis}": getattr(window, field)[place]
-        for name, field in (("kernel", "kernel"), ("stride", "stride"), ("pad", "padding"))
-        for place, axis in enumerate("yx")
-    }
-    wide = {"wide": int(is_wide)}
-    windows_y, windows_x = (-(-window.kernel[dim] // window.stride[dim]) for dim in (0, 1))
-    return (
-        Launch(_max_pool, **of_window, **wide, tile=_TILE // 2),
-        Launch(_max_pool_back, **of_window, windows_y=windows_y, windows_x=windows_x, **wide, tile=_TILE),
-    )
+def _forward(window: "Window", is_wide: bool) -> Launch:
+    return Launch(_max_pool, **_constants(window), wide=int(is_wide), tile=_BYTES)
+
+
+@cache
+def _backward(window: "Window", is_wide: bool) -> tuple[Launch, int]:
+    """The kernel, and its numbers of a program."""
+    rows, columns = (-(-window.kernel[dim] // window.stride[dim]) for dim in (0, 1))  # windows of an input
+    tile = _TILE if rows * columns == 1 else _TILE // 4
+    constants = {"windows_y": rows, "windows_x": columns, "wide": int(is_wide), "tile": tile}
+    return Launch(_max_pool_back, **_constants(window), **constants), tile
+
+
+def _constants(window: "Window") -> dict[str, int]:
+    """What a kernel is compiled for."""
+    fields = {"kernel": window.kernel, "stride": window.stride, "pad": window.padding}
+    return {f"{name}_{axis}": pair[dim] for name, pair in fields.items() for dim, axis in enumerate("yx")}
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from echelon.engine.step.feed import Feed
 from echelon.engine.step.graphs.constants import Constants, TooManyOwnersError
-from echelon.engine.step.graphs.cuda_recorder import NumbersOf, Recorded, Recorder, Recording, Timing
+from echelon.engine.step.graphs.cuda_recorder import NumbersOf, Recorded, Recorder, Recording
 from echelon.engine.step.graphs.obstacles import (
     WARM_STEPS,
     DrawWatch,
@@ -32,6 +32,7 @@ from echelon.engine.step.graphs.obstacles import (
     sees_gradients,
 )
 from echelon.engine.step.graphs.static_feed import LiveFeed, StaticFeed
+from echelon.engine.step.graphs.step_times import StepTimes
 from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.runtime.script import Script
 from echelon.errors import UserError
@@ -46,9 +47,6 @@ _LONGEST_GAP = 256  # replays between two comparisons
 _MOST_FORMS = 8  # of batches: each has memory of its own
 _MOST_CHANGES = 4  # of what code reads, after which passes run as they are
 _TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-_MOST_SECONDS = 0.25  # of passes that may be bound by the host
-_HOST_BOUND = 0.8  # of the device's time for passes, which the host needs for a step
-_GAIN = 0.9  # of the time of a step as it is, which one with a replay may take
 
 Passes = Callable[[Script, Mapping[int, Microbatch]], Tally]
 
@@ -75,13 +73,11 @@ class Surroundings(NamedTuple):
 class _Form:
     """All steps with batches of one form."""
 
-    timings: list[Timing] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)  # of the host, for these and their updates
+    times: StepTimes = field(default_factory=StepTimes)
     is_probed: bool = False
     is_declined: bool = False  # the device is the slower one
     static: StaticFeed | None = None
     recording: Recording | None = None
-    replay_timings: list[Timing] = field(default_factory=list)
     pending: HostCopy | None = None  # of the last comparison
     num_agreed: int = 0
     num_replays: int = 0
@@ -162,7 +158,7 @@ class GraphedPasses:
     def finish_step(self) -> None:
         """It is over, on the host."""
         if self._measured is not None:
-            self._measured.step_seconds.append(self._recorder.now() - self._begin)
+            self._measured.times.steps.append(self._recorder.now() - self._begin)
 
     def _is_special(self) -> bool:
         """Return whether these passes are watched, add to gradients, or compute another loss."""
@@ -203,14 +199,14 @@ class GraphedPasses:
     ) -> Tally:
         if form.is_declined:
             return self._run_as_is(script, feed)
-        if len(form.timings) < WARM_STEPS:
+        if len(form.times.as_is) < WARM_STEPS:
             tally, timing = self._recorder.timed(lambda: self._run_as_is(script, feed))
-            form.timings.append(timing)
+            form.times.as_is.append(timing)
             self._measured = form
             return tally
         if not form.is_probed:
             return self._probe(form, script, feed, live)
-        is_wanted = True if self._always else is_host_bound(form)
+        is_wanted = True if self._always else form.times.is_host_bound()
         form.is_declined = is_wanted is False
         if not is_wanted or not self._record(form, script, feed, live):
             return self._run_as_is(script, feed)
@@ -283,7 +279,7 @@ class GraphedPasses:
         if form.pending is not None and form.pending.is_ready:
             self._read_comparison(form, is_trusted=is_trusted)
             is_trusted = form.num_agreed >= _COMPARISONS
-            if is_trusted and form.num_replays == 0 and not self._always and not is_faster(form):
+            if is_trusted and form.num_replays == 0 and not self._always and not form.times.is_faster():
                 form.is_declined, form.recording, form.static = True, None, None
         if form.recording is None or (form.pending is not None and not is_trusted):
             return self._run_as_is(script, feed)
@@ -310,7 +306,7 @@ class GraphedPasses:
         assert form.recording is not None
         self._buffers.take()
         _, timing = self._recorder.timed(lambda: self._replay(form, live))
-        form.replay_timings.append(timing)
+        form.times.replays.append(timing)
         self._buffers.restore(refused=True)
         self._start_again()
         tally = self._run_as_is(script, feed)
@@ -361,40 +357,3 @@ def distance(recorded: Recorded, others: Recorded) -> Tensor:
 def _square(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor)
     return norm.double().square()
-
-
-class _Seconds(NamedTuple):
-    """What passes take the device, and what they and whole steps take the host, at best."""
-
-    device: float
-    passes: float
-    step: float
-
-
-def _seconds_of(form: _Form) -> _Seconds | None:
-    """Return the times of passes as they are; None while the device is at it."""
-    known = [seconds for each in form.timings if (seconds := each.device_seconds()) is not None]
-    if len(known) < len(form.timings):
-        return None
-    passes = min(each.host_seconds for each in form.timings)
-    return _Seconds(min(known), passes, max(passes, min(form.step_seconds, default=passes)))
-
-
-def is_host_bound(form: _Form) -> bool | None:
-    """Return whether the host takes about as long for a step as the device for its passes; None while the
-    device is at it."""
-    seconds = _seconds_of(form)
-    if seconds is None:
-        return None
-    return seconds.device < _MOST_SECONDS and seconds.step > _HOST_BOUND * seconds.device
-
-
-def is_faster(form: _Form) -> bool:
-    """Return whether a step with a replay takes clearly less time: the device for its passes, or the host for
-    what is left of the step, whichever is longer."""
-    as_is, replays = _seconds_of(form), form.replay_timings
-    on_device = [seconds for each in replays if (seconds := each.device_seconds()) is not None]
-    if as_is is None or not on_device:
-        return False
-    rest = as_is.step - as_is.passes + min(each.host_seconds for each in replays)
-    return max(min(on_device), rest) <= _GAIN * max(as_is.device, as_is.step)
