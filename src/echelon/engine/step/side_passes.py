@@ -32,7 +32,7 @@ class SidePasses(StepRunner):
     def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tally:
         """Run passes by their instructions."""
         row = self._run(script, feed)
-        return Tally(row, self._interpreter.tally.counted)
+        return Tally(row, self._interpreter.counted)
 
     def aside(self) -> AbstractContextManager[None]:
         """Around passes of which nothing is kept between steps."""

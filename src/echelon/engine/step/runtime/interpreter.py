@@ -82,7 +82,8 @@ class Interpreter:
         self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
         self._start_gradients = StartGradients()
         self._sums = partial(LossSums, device, deferred=deferred)
-        self.tally = self._sums()  # of the last passes
+        self._tally = self._sums()
+        self.counted = self._tally.counted
         self._since_update = self._no_losses()  # where every update has losses of its own
         self.timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
@@ -109,14 +110,13 @@ class Interpreter:
 
     def run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         """Execute; returns the tally of the microbatches whose loss was computed here: loss total, count, and
-        count times what the losses were divided by before the backward pass.
-
-        `feed` is what the program takes in, by microbatch.
+        count times what the losses were divided by before the backward pass; `counted` has what the host
+        knows of it. `feed` is what the program takes in, by microbatch.
         """
         self._script, self._feed = script, feed
         self._splits = script.splits_backward
         if not script.continues:
-            self.tally = self._sums()
+            self._tally = self._sums()
         self.timer.start_step(script.rank, script.instructions, continues=script.continues)
         if not script.continues:
             self._mailbox.start_step(script, feed)
@@ -125,15 +125,15 @@ class Interpreter:
         at_instruction("")  # a hang between steps is of no instruction
         if not script.continues:
             self._mailbox.finish_step()
-        self._feed = {}
-        return self.tally.row()
+        self._feed, self.counted = {}, self._tally.counted
+        return self._tally.row()
 
     def _execute(self, script: Script) -> None:
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
             self.timer.start_instruction(script.labels[self._at])
             if self._at == script.first_backward and self._observers.hears("before_backwards"):
-                self._observers.tell("before_backwards", self.tally.row())
+                self._observers.tell("before_backwards", self._tally.row())
             self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead()
@@ -159,7 +159,7 @@ class Interpreter:
 
     def forget_losses(self) -> None:
         """No update is made of what has run since the last one."""
-        self.tally, self._since_update = self._sums(), self._no_losses()
+        self._tally, self._since_update = self._sums(), self._no_losses()
 
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
@@ -211,7 +211,7 @@ class Interpreter:
         # Without flushes, stages update after different microbatches: a tally goes back with each gradient.
         tally = None if self._versions is None else self._sums()
         known, weight = _detached(loss.counted), _detached(normaliser)
-        for counted in (self.tally, tally):
+        for counted in (self._tally, tally):
             if counted is not None and self._losses.are_counted:
                 counted.add(total.detach(), known, known * weight)  # it outlives the graph
         # The backward pass of total / normaliser; a division that needs no gradient is no part of the graph.
@@ -355,7 +355,7 @@ class Interpreter:
 
     def _norm(self, _: Instruction) -> None:
         """Without versions of weights, all of a step's losses are one update's."""
-        self._runtime.norm(self.tally.row() if self._versions is None else self._since_update)
+        self._runtime.norm(self._tally.row() if self._versions is None else self._since_update)
 
     def _update(self, _: Instruction) -> None:
         self._runtime.update()
