@@ -14,6 +14,7 @@ from tests.gpu.test_no_sync import waiting_raises
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 from tests.memory.gist.test_kernels import check_kernels
 from tests.memory.gist.test_networks import NETWORKS
+from tests.memory.gist.test_pooling import check_pooling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +43,15 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if launch._IS_KNOWN:
         monkeypatch.setattr(launch.Launch, "_choose", _refuse)
     check_kernels("cuda", SIZES)
+
+
+def test_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
+    from echelon.memory.gist import launch
+
+    check_pooling("cuda")
+    if launch._IS_KNOWN:
+        monkeypatch.setattr(launch.Launch, "_choose", _refuse)
+    check_pooling("cuda")
 
 
 def _refuse(*_: object) -> None:

@@ -15,13 +15,16 @@ from echelon.errors import UserError
 from echelon.parallel.data.sharing import Problem
 from echelon.update import numbers as numbers_module
 from echelon.update.numbers import (
+    Counted,
     HostCopy,
     Outcome,
     Scaling,
     StepNumbers,
     Tallies,
+    Tally,
     either,
     loss_and_count,
+    rank_numbers,
     scale,
 )
 from tests.reads import no_reads
@@ -261,13 +264,42 @@ def test_tallies_of_an_update_know_the_last_row_of_its_own_loss_and_end_with_the
     tallies = Tallies()
     assert not tallies
     assert [tallies.next_pass(), tallies.next_pass()] == [0, 1], "also of losses that are still to come"
-    tallies.add(torch.ones(3))
+    tallies.add(Tally(torch.ones(3), Counted(2.0, 4.0)))
+    assert tallies.counted == (2.0, 4.0)
     assert (len(tallies), tallies.own, tallies.joined().tolist()) == (1, None, [1.0] * 3)
-    tallies.add(torch.zeros(3), is_own=True)
-    tallies.add(torch.ones(3), is_summed=True)
+    tallies.add(Tally(torch.zeros(3)), is_own=True)
+    assert tallies.counted is None
+    tallies.add(Tally(torch.ones(3)), is_summed=True)
     assert (tallies.own, tallies.joined().tolist()) == (1, [[1.0] * 3, [0.0] * 3, [1.0] * 3])
     with pytest.raises(UserError, match="summed over ranks already"):
         tallies.next_pass()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("total", [6.0, math.inf])
+def test_numbers_of_one_rank_are_those_of_sums_over_ranks(
+    total: float, skips: bool, clip: float | None
+) -> None:
+    row, square = torch.tensor([total, 4.0, 32.0], dtype=torch.float64), torch.tensor(9.0).double()
+    scaling = scale([total, 4.0, 32.0, 9.0], clip, skips=skips)
+    with no_reads():
+        found = [rank_numbers(row, square, known, clip, skips=skips) for known in (None, Counted(4.0, 32.0))]
+    for each in found:
+        numbers = StepNumbers(each.values, known=(*each.known, 0.0), tells_ways=True)
+        assert numbers.outcome[:3] == (total, 4.0, scaling.norm)
+        assert numbers.outcome.num_skipped == scaling.left_out
+        assert [float(each.scaling.factor), bool(each.scaling.skip)] == [scaling.factor, scaling.skip]
+    assert found[1].known[1:2] == (4.0,)
+    assert found[1].scaling.refused is False, "which the host knows"
+    assert found[1].scaling.factor == 2.0 or clip
+
+
+def test_what_losses_count_is_known_until_one_counts_on_the_device() -> None:
+    counted = Counted(0.0, 0.0).plus(2, 4.0)
+    assert counted == (2.0, 4.0)
+    assert counted.plus(1, 1.0) == (3.0, 5.0)
+    assert counted.plus(torch.ones(()), 1.0) is None
 
 
 def test_a_flag_that_is_known_takes_no_operation() -> None:

@@ -33,7 +33,7 @@ from echelon.nn.dropout.training_position import CountedSamples
 from echelon.nn.losses import Loss, Sum, scalar_errors
 from echelon.parallel.observer import BackwardPass, ForwardPass
 from echelon.parallel.stage import Stage
-from echelon.update.numbers import Number
+from echelon.update.numbers import Number, Tally
 
 
 @final
@@ -93,7 +93,7 @@ class OwnLoop(Step):
         """A backward pass follows, from a loss that was divided by `normaliser`."""
         self._watch.hide_gradients(hidden=True)
         runner, tally = self.check_split(), torch.cat([total, count, count * normaliser])
-        runner.tallies.add(tally if runner.losses.are_counted else torch.zeros_like(tally))
+        runner.tallies.add(Tally(tally if runner.losses.are_counted else torch.zeros_like(tally)))
 
     def update(self) -> Metrics:
         """Make the update of all gradients since the last one."""

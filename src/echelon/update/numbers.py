@@ -35,6 +35,20 @@ def either(one: Flag, other: Flag) -> Flag:
     return one | other
 
 
+class Counted(NamedTuple):
+    """The sums of a tally that the host may know: how much losses counted, and that times what they were
+    divided by before the backward pass. Those of means are numbers of samples."""
+
+    amount: float
+    weighted: float
+
+    def plus(self, amount: Number, weighted: Number) -> "Counted | None":
+        """Return the sums with another loss; None where one of its numbers is on the device."""
+        if isinstance(amount, Tensor) or isinstance(weighted, Tensor):
+            return None
+        return Counted(self.amount + amount, self.weighted + weighted)
+
+
 class Scaling(NamedTuple):
     """`factor` of the gradients; `norm` of the mean's, before clipping.
 
@@ -54,7 +68,7 @@ class Scaling(NamedTuple):
 
 
 def scale(
-    sums: Sequence[float] | Tensor, clip: float | None, *, scaled: bool = False, skips: bool = False
+    sums: Sequence[Number] | Tensor, clip: float | None, *, scaled: bool = False, skips: bool = False
 ) -> Scaling:
     """From the sums over ranks to what an update does with its gradients.
 
@@ -70,7 +84,7 @@ def scale(
     """
     total, count, weighted, square = sums[:4]
     flags, is_empty = sums[4:], count == 0
-    refused = is_empty | (flags.any() if isinstance(flags, Tensor) else any(flags))
+    refused = either(is_empty, flags.any() if isinstance(flags, Tensor) else any(flags))
     # `refused ^ True` is `not`, of a bool and of a tensor alike. What is not asked for is not computed: on a
     # device each operation takes the host as long as a small layer.
     overflows = (refused ^ True) & _is_not_finite(square) if scaled else False
@@ -84,19 +98,49 @@ def scale(
     return Scaling(factor, refused, overflows, norm, left_out)
 
 
+class RankNumbers(NamedTuple):
+    """What one rank finds out of its losses and gradients for an update, where no other rank takes part and
+    nothing is wrong. `values`: those of `Outcome` that are on the device, in order; `known`: all of them, and
+    None for these."""
+
+    scaling: Scaling
+    counted: Number
+    values: Tensor
+    known: tuple[float | None, ...]
+
+
+def rank_numbers(
+    tally: Tensor, square: Tensor, counted: Counted | None, clip: float | None, *, skips: bool
+) -> RankNumbers:
+    """Compute them of the tally and the squares of gradients; reads nothing from the device."""
+    total, count, weighted = tally.unbind() if counted is None else (tally[0], *counted)
+    scaling = scale([total, count, weighted, square], clip, skips=skips)
+    found = (total, count, scaling.norm, 1.0, scaling.left_out)
+    values = torch.stack([each.double() for each in found if isinstance(each, Tensor)])
+    known = tuple(None if isinstance(each, Tensor) else float(each) for each in found)
+    return RankNumbers(scaling, count, values, known)
+
+
+class Tally(NamedTuple):
+    """The sums of a batch's losses on this rank: the row (loss total, count, count · normaliser), and what
+    the host knows of it."""
+
+    row: Tensor
+    counted: Counted | None = None
+
+
 @final
 class Tallies:
-    """The losses of the batches whose gradients add up to one update: the sums of each, a row (loss total,
-    count, count · normaliser), on this rank."""
+    """The losses of the batches whose gradients add up to one update: a tally of each, on this rank."""
 
     def __init__(self) -> None:
-        self._rows: list[Tensor] = []
+        self._tallies: list[Tally] = []
         self.own: int | None = None  # the last row of the engine's own loss, of which later steps learn
         self.is_summed = False  # whether gradients are summed over ranks
         self._num_passes = 0  # those of losses that are still to come too
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._tallies)
 
     def next_pass(self) -> int:
         """Count a pass; returns how many came before it."""
@@ -108,14 +152,20 @@ class Tallies:
         if self.is_summed:
             raise UserError("last=True: gradients are summed over ranks already; call engine.update() first")
 
-    def add(self, row: Tensor, *, is_own: bool = False, is_summed: bool = False) -> None:
-        self.own = len(self._rows) if is_own else self.own
-        self._rows.append(row)
+    def add(self, tally: Tally, *, is_own: bool = False, is_summed: bool = False) -> None:
+        self.own = len(self._tallies) if is_own else self.own
+        self._tallies.append(tally)
         self.is_summed = is_summed
+
+    @property
+    def counted(self) -> Counted | None:
+        """Return what the host knows of the row, if there is just one."""
+        return self._tallies[0].counted if len(self._tallies) == 1 else None
 
     def joined(self) -> Tensor:
         """Return the row, or all of several."""
-        return self._rows[0] if len(self._rows) == 1 else torch.stack(self._rows)
+        rows = [tally.row for tally in self._tallies]
+        return rows[0] if len(rows) == 1 else torch.stack(rows)
 
 
 def add_calls(sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,9 +216,10 @@ class HostCopy:
     """A small tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._host = tensor
         self._copied: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        if not tensor.is_cuda:
+            self._host = tensor.clone()  # a replay may write into it
+        else:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
@@ -197,14 +248,17 @@ class StepNumbers:
         of_worker: bool = False,
         gate_errors: Sequence[str] | None = None,
         tells_ways: bool = False,
+        known: Sequence[float | None] | None = None,
     ) -> None:
         """`values`: the first five of `Outcome`, and flags for each `Problem` where there may be any.
+
+        `known`: all of these, where the host knows some: `values` are those that are None.
 
         `may_be_empty`: an update of no samples is no error. `of_worker`: it is of one worker's samples.
         `gate_errors`: of each gate; then its flag follows among `values`, and at the end the auxiliary loss.
         `tells_ways`: last of all come the ranks that took another way.
         """
-        self._values = values  # until they are read
+        self._values, self._known = values, known  # until they are read
         self._gate_errors, self._tells_ways = gate_errors, tells_ways
         self._may_be_empty, self._of_worker = may_be_empty, of_worker
         self._copy = HostCopy(values) if isinstance(values, Tensor) else None
@@ -219,6 +273,7 @@ class StepNumbers:
     @property
     def norm(self) -> Number:
         """The norm: on the device, if the numbers came from there and were not read."""
+        assert self._known is None  # else there are fewer values
         return self._values[2]
 
     @property
@@ -231,6 +286,9 @@ class StepNumbers:
         """The numbers, also if the update was refused. Waits for the device."""
         if self._outcome is None:
             values = self._values if self._copy is None else self._copy.wait()
+            if self._known is not None:
+                read = iter(values)
+                values = [next(read) if each is None else each for each in self._known]
             total, counted, norm, scale, skipped, *flags = map(float, values)
             other_ways = flags.pop() if self._tells_ways else 0.0
             auxiliary = 0.0 if self._gate_errors is None else flags.pop()

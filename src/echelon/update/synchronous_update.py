@@ -11,7 +11,7 @@ from echelon.collectives import Group
 from echelon.collectives.agreement import check_on_every_rank
 from echelon.errors import UserError
 from echelon.parallel.data.gradients import squared_norm
-from echelon.parallel.data.sharing import Problem
+from echelon.parallel.data.sharing import Problem, SingleReplica
 from echelon.parallel.stage import LocalStages
 from echelon.state.checkpoint.saved import SavedParameter, SavedState, numbers_of
 from echelon.state.ownership import (
@@ -25,13 +25,16 @@ from echelon.state.ownership import (
 )
 from echelon.update.averaging import WeightAverages
 from echelon.update.numbers import (
+    Counted,
     Flag,
     GateNumbers,
     Number,
+    RankNumbers,
     StepNumbers,
     add_calls,
     either,
     loss_and_count,
+    rank_numbers,
     scale,
 )
 from echelon.update.optim.learning_rate import LearningRate
@@ -83,6 +86,13 @@ class SynchronousUpdate(Update):
         self._refuses_next = False
         self.units = UnitUpdates(stages.sharings, stepper) if in_backward else None
         self.averages = None if average is None else WeightAverages(average, stages, stepper)
+        is_alone = group.size == everyone.size == 1 and steady and not in_backward
+        self.is_of_one_rank = (
+            deferred
+            and is_alone
+            and loss_scaling is None
+            and all(type(sharing) is SingleReplica for sharing in stages.sharings)
+        )
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
@@ -100,7 +110,24 @@ class SynchronousUpdate(Update):
     def tie(self) -> None:
         self._stages.sum_tied_gradients()
 
-    def norm(self, tally: Tensor, gates: GateNumbers | None = None, *, own: int | None = 0) -> None:
+    def numbers_of(self, tally: Tensor, counted: Counted | None) -> RankNumbers:
+        square = squared_norm(self._stages.norm_share(), tally.device)
+        return rank_numbers(tally, square, counted, self._clip, skips=self._skips_nonfinite)
+
+    def norm(
+        self,
+        tally: Tensor,
+        gates: GateNumbers | None = None,
+        *,
+        own: int | None = 0,
+        known: Counted | RankNumbers | None = None,
+    ) -> None:
+        self._is_own = own is not None
+        is_plain = gates is None and tally.dim() == 1 and self.is_of_one_rank
+        if is_plain and not (self._refuses_next or self._loses_change or self._stages.has_problems()):
+            self._digest = 0.0  # no other rank has another one
+            self._take(known if isinstance(known, RankNumbers) else self.numbers_of(tally, known))
+            return
         square = squared_norm(self._stages.norm_share(), tally.device)
         if self.units is not None:
             square = square + self.units.square(tally.device)
@@ -141,10 +168,14 @@ class SynchronousUpdate(Update):
             self._count = sums[1] if tally.dim() == 1 else float(last_count)
             values = [*sums[:2], *map(float, self._found()), *sums[4:]]
             values += [*auxiliary.tolist(), *other_ways.tolist()]
-        self._is_own = own is not None
         self.numbers = StepNumbers(
             values, may_be_empty=not self._steady, gate_errors=gate_errors, tells_ways=True
         )
+
+    def _take(self, found: RankNumbers) -> None:
+        self._scaling, self._count = found.scaling, found.counted
+        known = (*found.known, float(self.took_other_way))
+        self.numbers = StepNumbers(found.values, known=known, tells_ways=True)
 
     def _found(self) -> tuple[Number, Number, Flag]:
         """Return the values of `StepNumbers` beside sums: norm, loss scale, whether the update is skipped."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.averaging import WeightAverages
-from echelon.update.numbers import Flag, GateNumbers, Number, StepNumbers
+from echelon.update.numbers import Counted, Flag, GateNumbers, Number, RankNumbers, StepNumbers
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.unit_updates import UnitUpdates
 
@@ -62,10 +62,24 @@ class Update(ABC):
         """Sum the gradients of weights that several stages hold."""
 
     @abstractmethod
-    def norm(self, tally: Tensor, gates: GateNumbers | None = None, *, own: int | None = 0) -> None:
+    def norm(
+        self,
+        tally: Tensor,
+        gates: GateNumbers | None = None,
+        *,
+        own: int | None = 0,
+        known: Counted | RankNumbers | None = None,
+    ) -> None:
         """All gradients are summed: sum this rank's tally of losses, and the norm, over all ranks; also what
         `gates` add, if the model has any. Of a tally of several batches, `own` is the last row of the
-        engine's own loss."""
+        engine's own loss. `known`: what the host knows of the tally, or the numbers of a replay."""
+
+    is_of_one_rank = False  # whether `numbers_of` has all that `norm` finds out
+
+    def numbers_of(self, tally: Tensor, counted: Counted | None) -> RankNumbers:
+        """Compute what `norm` finds out where no other rank takes part. Changes nothing and reads no device,
+        so that it can be a part of a recording."""
+        raise NotImplementedError
 
     @property
     def skips(self) -> Flag:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import echelon
+from echelon.engine.step import normaliser
 from echelon.engine.step.normaliser import Counts, StepNormaliser, count_targets
 from echelon.verify import Case, assert_equal
 from tests.cases import sgd
@@ -120,11 +121,36 @@ def test_pipedream_updates_by_the_mean_of_each_microbatch() -> None:
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_a_step_of_one_loss_is_divided_by_its_count_wherever_that_is(count: float) -> None:
-    normaliser = StepNormaliser(Counts(9, 9, 9), None, is_only=True, local=None)
+    normaliser = StepNormaliser(9, lambda: (Counts(9, 9, 9), None), is_only=True, local=None)
     assert normaliser.of_loss(count, None, is_pair=True) == (count or 1)
     with no_reads():
         on_device = normaliser.of_loss(torch.tensor(count), None, is_pair=True)
     assert float(on_device) == (count or 1)
+
+
+def test_targets_are_counted_once_a_loss_needs_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean does not, from the second step on."""
+    calls: list[int] = []
+
+    def count(*arguments: Any) -> Counts:
+        calls.append(1)
+        return count_targets(*arguments)
+
+    monkeypatch.setattr(normaliser, "count_targets", count)
+    losses: list[Callable[..., Any]] = [mean, mean, mean, pair, pair, mean]
+
+    def loss(output: Tensor, targets: Tensor) -> Any:
+        return losses[0](output, targets)
+
+    plan = "microbatches=2 precision=fp64"
+    engine = echelon.parallelize(clamped(), plan, optimizer=sgd, loss=loss, audit="off")
+    counts = []
+    while losses:
+        calls.clear()
+        engine.step(even(0))
+        counts.append(len(calls) > 0)
+        losses.pop(0)
+    assert counts == [True, False, False, True, True, True]
 
 
 def test_what_a_loss_may_count() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.memory.gist.compression import Compression
-from echelon.memory.gist.functions import relu
+from echelon.memory.gist.functions import Window, relu
 from tests.memory.gist.nets import compress, gradients, is_same, saved_bytes
 
 POOLS = {
@@ -37,6 +37,22 @@ def test_pools(pool: str, layout: torch.memory_format) -> None:
     compress(model, "gist")
     x = torch.randn(2, 3, 15, 18).to(memory_format=layout)
     assert is_same(gradients(plain, x), gradients(model, x))
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("length", range(4, 12))
+def test_the_size_of_the_output_is_that_of_torch(length: int, ceil_mode: bool) -> None:
+    x = torch.ones(1, 2, length, length + 1)
+    for kernel, stride, padding, dilation in (
+        (2, 2, 0, 1),
+        (3, 2, 1, 1),
+        (3, 1, 1, 1),
+        (2, 3, 1, 1),
+        (2, 2, 1, 3),
+    ):
+        window = Window.of((kernel, 1), (stride, 3), (padding, 0), dilation, ceil_mode)
+        expected = F.max_pool2d(x, *window[:4], ceil_mode=ceil_mode)
+        assert window.output_size(x.size()) == expected.size()
 
 
 def test_a_pool_of_one_image_without_a_batch() -> None:

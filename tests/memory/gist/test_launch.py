@@ -36,7 +36,7 @@ def test_a_kernel_is_chosen_once_for_arguments_of_one_kind(monkeypatch: pytest.M
     with kernel_on_cpu(echelon.memory.gist, "launch") as module:
         launch = module.Launch(kernel, block=4)
         launch._launch(3, 0, (memory,), (2.0,))
-        assert (kernel.chosen, kernel.straight) == ([((3,), (memory, 2.0), {"block": 4})], [])
+        assert (kernel.chosen, kernel.straight) == ([((3,), (memory, 2.0), {"block": 4, "num_warps": 4})], [])
         launch._launch(5, 0, (memory,), (2.0,))
         expected = (5, 1, 1, 90, "function", "metadata", None, None, None, memory.data_ptr(), 2.0, 4)
         assert (len(kernel.chosen), kernel.straight) == (1, [expected])

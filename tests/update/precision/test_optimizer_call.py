@@ -334,6 +334,30 @@ class Amplified(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_kernel_is_told_no_scale_of_one(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write all gradients again."""
+    told: list[tuple[object, object]] = []
+    weights = []
+    for factor, skip in ((1.0, False), (torch.tensor(1.0).double(), torch.tensor(False))):
+        weight = parameter(2)
+        weight.grad = torch.ones(2)
+        optimizer = kind([weight], lr=1.0)
+        step = kind.step
+
+        def see(self: Any, closure: Any = None, step: Any = step) -> Any:
+            told.append((getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+            return step(self, closure)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "step", see)
+            DeviceCall(optimizer)([weight], factor, skip)
+        weights.append(weight.detach())
+    assert told[0] == (None, None)
+    assert None not in told[1]
+    assert torch.equal(*weights)
+
+
 def test_scale_and_flag_reach_an_optimizer_that_takes_them() -> None:
     weight = parameter(2)
     weight.grad = torch.ones(2)

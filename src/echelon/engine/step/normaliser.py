@@ -15,10 +15,14 @@ Where units are updated in the backward pass (`exact`) nothing is left to divide
 last count must be one of the three, which `learn` finds in a rehearsal of the first step, and all ranks must
 know it. Where several fit, a batch for which they differ is rehearsed too. Where the device must not be read,
 the last that fits is taken, and the numbers of a step say if it was wrong.
+
+To count targets takes a device a dozen operations. One replica, whose losses were all means so far, counts
+when the first (total, count) comes.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -67,6 +71,10 @@ class LossNormaliser:
         self._before: Counts | None = None  # those of the last batch before this update
         self._latest: Counts | None = None  # those of the last batch
         self._is_first = True
+        # Workers of sync=async do not wait, and passes of PipeDream outlive the batch.
+        self._may_be_late = plan.data == 1 and plan.flushes and not exact
+        self._has_pair = False  # whether a loss of an earlier step was (total, count)
+        self._last: StepNormaliser | None = None
         self._trial_samples: int | None = None  # which a Sum of a trial is over
 
     def start_update(self) -> None:
@@ -80,20 +88,19 @@ class LossNormaliser:
         mean of, which tells of the engine's own loss alone. Replicas exchange a few numbers, which stay on
         the device."""
         if not self._is_here:
-            return StepNormaliser(Counts(1.0, 1.0, 1.0), None, is_only=False, local=None)
+            return StepNormaliser(1.0, lambda: (Counts(1.0, 1.0, 1.0), None), is_only=False, local=None)
         reads = self._is_first or not self._deferred
-        device = None if reads else self._mesh.device
-        counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
-        expected = None
-        if own_loss:
-            expected = None if count_before is None else _expected(counts, self._before, count_before)
-            self._latest = counts
+        self._has_pair = self._has_pair or (self._last is not None and self._last.has_pair)
+        count = partial(self._count, batch, samples, count_before, own_loss=own_loss, reads=reads)
+        is_late = self._may_be_late and not self._is_first and not self._has_pair
+        if is_late and own_loss:
+            self._latest = None
         self._is_first = False
         self._is_only = self._has_one_loss(samples)
-        num_updates = self._updates_per_step
-        per_update = counts if num_updates == 1 else Counts(*(number / num_updates for number in counts))
         local = samples if self._has_all_losses and reads else None
-        normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
+        normaliser = StepNormaliser(samples, count, is_only=self._is_only, local=local)
+        if not is_late:
+            normaliser.count()
         normaliser.trial_samples, normaliser.plan = self._trial_samples, self._mesh.plan
         self._last = normaliser
         if self._is_learned:
@@ -103,6 +110,20 @@ class LossNormaliser:
             has_update = self._is_only and self._mesh.plan.stages == 1
             normaliser.apply(rule, compares=self._compares, has_update=has_update)
         return normaliser
+
+    def _count(
+        self, batch: Any, samples: int, count_before: Number | None, *, own_loss: bool, reads: bool
+    ) -> tuple[Counts, Number | None]:
+        """Return the counts of an update, and that of (total, count), if an earlier step tells."""
+        device = None if reads else self._mesh.device
+        counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
+        expected = None
+        if own_loss:
+            expected = None if count_before is None else _expected(counts, self._before, count_before)
+            self._latest = counts
+        num_updates = self._updates_per_step
+        per_update = counts if num_updates == 1 else Counts(*(number / num_updates for number in counts))
+        return per_update, expected
 
     def for_a_trial(self, samples: int) -> "LossNormaliser":
         """Another one, which knows as much but for what units need: no update follows, and nothing of the
@@ -138,6 +159,7 @@ class LossNormaliser:
 
     def _has_pairs(self) -> bool:
         """Return whether a loss of the last step, on any rank, was (total, count), not a mean."""
+        assert self._last is not None
         flag = torch.tensor(float(self._last.has_pair), device=self._mesh.device)
         if self._mesh.plan.ranks > 1:
             group = self._mesh.group("all")
@@ -188,10 +210,20 @@ def workers_per_update(plan: Plan) -> int:
 class StepNormaliser:
     """The divisor of the losses of one step."""
 
-    def __init__(self, counts: Counts, expected: Number | None, *, is_only: bool, local: int | None) -> None:
-        """`expected`: the count of (total, count), if an earlier step has told. `is_only`: an update is of
-        one loss. `local`: the samples of the step, if all of its losses are this rank's."""
-        self._counts, self._expected, self._is_only, self._local = counts, expected, is_only, local
+    def __init__(
+        self,
+        samples: Number,
+        count: Callable[[], tuple[Counts, Number | None]],
+        *,
+        is_only: bool,
+        local: int | None,
+    ) -> None:
+        """`samples`: of an update. `count`: returns all counts, and that of (total, count), if an earlier
+        step has told. `is_only`: an update is of one loss. `local`: the samples of the step, if all of its
+        losses are this rank's."""
+        self._samples, self._count, self._is_only, self._local = samples, count, is_only, local
+        self._counts: Counts | None = None  # until something needs them
+        self._expected: Number | None = None
         self._rule: int | None = None  # what must have been counted, and is compared
         self.has_pair = False  # whether a loss was (total, count)
         self._has_update = False  # whether the one loss, and all that it updates, are this rank's
@@ -199,15 +231,23 @@ class StepNormaliser:
         self.trial_samples: int | None = None
         self.plan: Plan | None = None
 
-    def numbers(self) -> tuple[Number | None, ...]:
-        """Return the numbers that a step brings, which may be on the device."""
-        return (*self._counts, self._expected, self._local)
+    def count(self) -> Counts:
+        """Count, if that was not done yet."""
+        if self._counts is None:
+            self._counts, self._expected = self._count()
+            self._samples = self._counts.samples
+        return self._counts
 
-    def with_numbers(self, numbers: Sequence[Any]) -> "StepNormaliser":
-        """Return one that knows these instead."""
+    def numbers(self) -> tuple[Number | None, ...]:
+        """Return the numbers that a step brings, which may be on the device: all that are counted yet."""
+        return (self._samples, self._expected, self._local, *(self._counts or ()))
+
+    def with_numbers(self, numbers: Sequence[Any], *, is_recorded: bool) -> "StepNormaliser":
+        """Return one that knows these instead. `is_recorded`: and cannot count a batch."""
         other = copy.copy(self)
-        *counts, other._expected, other._local = numbers
-        other._counts = Counts(*counts)
+        other._samples, other._expected, other._local, *counts = numbers
+        other._counts = Counts(*counts) if counts else None
+        other._count = _refuse_to_count if is_recorded else self._count
         return other
 
     def all_samples(self) -> Number:
@@ -219,11 +259,12 @@ class StepNormaliser:
                 "batch, so that no sum is over all of it; return a mean, or take a plan with one update "
                 "per step"
             )
-        return self._counts.samples if self.trial_samples is None else self.trial_samples
+        return self._samples if self.trial_samples is None else self.trial_samples
 
     def apply(self, rule: int | None, *, compares: bool, has_update: bool) -> None:
         """Losses count as `rule` says. `compares`: where one does not, that is an error."""
-        number = self._counts.counted if rule is None else self._counts[rule]
+        counts = self.count()
+        number = counts.counted if rule is None else counts[rule]
         self._expected, self.is_empty = _not_zero(number), number == 0
         self._rule, self._has_update = (rule if compares else None), has_update
 
@@ -234,25 +275,30 @@ class StepNormaliser:
             self.is_empty = count == 0 if self._has_update else self.is_empty
             return _not_zero(count)
         if not is_pair:
-            return self._counts.samples
+            return self._samples
+        counts = self.count()
         if self._rule is not None:
             _check_count(float(count), targets, self._rule)
         if self._expected is None:  # the first loss decides for all of the step
-            self._expected = self._first_guess(count, targets)
+            self._expected = self._first_guess(counts, count, targets)
         return self._expected
 
-    def _first_guess(self, count: Number, targets: Any) -> Number:
+    def _first_guess(self, counts: Counts, count: Number, targets: Any) -> Number:
         """The same on all ranks: each sees other targets, so what its own loss counts decides only where it
         has them all."""
         tensors = tensors_of(targets)
         if self._local is None or not tensors:
-            return _not_zero(self._counts.counted)
+            return _not_zero(counts.counted)
         samples = len(tensors[0])
         here = count_targets(targets, samples)
-        for guess, local in ((self._counts.counted, here.counted), (self._counts.targets, here.targets)):
+        for guess, local in ((counts.counted, here.counted), (counts.targets, here.targets)):
             if float(local) == float(count):
                 return _not_zero(guess)
         return _not_zero(float(count) * self._local / max(samples, 1))
+
+
+def _refuse_to_count() -> tuple[Counts, Number | None]:
+    raise RuntimeError("the loss returned means, and now (total, count)")
 
 
 def _check_count(count: float, targets: Any, rule: int) -> None:

@@ -8,6 +8,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -40,7 +41,10 @@ from echelon.program import (
     split_update,
     without_update,
 )
-from echelon.update.numbers import Number, StepNumbers
+from echelon.update.numbers import Counted, Number, RankNumbers, StepNumbers
+
+if TYPE_CHECKING:
+    from echelon.engine.step.graphs.graphed_passes import GraphedPasses
 
 _LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
 _HALF_UPDATED = (
@@ -51,6 +55,8 @@ _HALF_UPDATED = (
 
 class StepRunner(ABC):
     """Takes batches through the stages of this rank."""
+
+    graphs: "GraphedPasses | None" = None  # where passes may be recorded
 
     def __init__(self, setup: Setup, balance: Balance | None = None) -> None:
         self._mesh, self._local, self._update = setup.mesh, setup.local, setup.update
@@ -304,12 +310,12 @@ class StepRunner(ABC):
     def tie(self) -> None:
         self._update.tie()
 
-    def norm(self, tally: Tensor, *, own: int | None = 0) -> None:
+    def norm(self, tally: Tensor, *, own: int | None = 0, known: Counted | RankNumbers | None = None) -> None:
         gates = None
         if self._balance is not None:
             self._balance.exchange(tally)
             gates = self._balance.numbers()
-        self._update.norm(tally, gates, own=own)
+        self._update.norm(tally, gates, own=own, known=known)
 
     def update(self) -> None:
         self.observers.tell("before_update")

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +15,7 @@ from echelon.engine.step.runtime.script import Script
 from echelon.engine.step.side_effects import restored_weights, without_side_effects
 from echelon.nn.batch import Batch
 from echelon.state.ownership import LocalParameter
-from echelon.update.numbers import Number, StepNumbers
-
-if TYPE_CHECKING:
-    from echelon.engine.step.graphs.graphed_passes import GraphedPasses
+from echelon.update.numbers import Number, StepNumbers, Tally
 
 
 class SidePasses(StepRunner):
@@ -28,16 +24,15 @@ class SidePasses(StepRunner):
     _is_rehearsed: bool
     _count_before: Number | None = None  # what the last update was the mean of
 
-    graphs: "GraphedPasses | None" = None  # where passes may be recorded
-
     @property
     def _enters_other_nodes(self) -> bool:
         """Return whether the last passes were recorded or replayed."""
         return self.graphs is not None and self.graphs.enters_other_nodes
 
-    def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
+    def run_as_is(self, script: Script, feed: Mapping[int, Microbatch]) -> Tally:
         """Run passes by their instructions."""
-        return self._run(script, feed)
+        row = self._run(script, feed)
+        return Tally(row, self._interpreter.counted)
 
     def aside(self) -> AbstractContextManager[None]:
         """Around passes of which nothing is kept between steps."""

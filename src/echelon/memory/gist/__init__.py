@@ -7,5 +7,6 @@ packing         tensors as flat memory; 1-bit masks and 4-bit positions, packed 
 sparse          tensors with many zeros: non-zero values, and where they are
 floats          fp16, fp10 and fp8, and the exact form of float64
 kernels         the same as Triton kernels, on CUDA devices (backend chooses)
+pooling         max-pooling that writes and reads 4-bit positions, likewise
 launch          launches of kernels
 """

@@ -45,8 +45,10 @@ def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
 
 def max_pool(x: Tensor, window: "Window") -> tuple[Tensor, Tensor]:
     """The output, and where in its window each element was."""
+    kernels, pooling = _kernels(x), _pooling(x)
+    if pooling is not None and pooling.suits(x, window):
+        return pooling.max_pool(x, window)  # type: ignore[no-any-return]
     output, indices = _aten.max_pool2d_with_indices(x, *window)
-    kernels = _kernels(x)
     if kernels is not None:
         return output, kernels.window_places(indices, window, x.shape[-1])
     rows, columns = _corners(window, output.shape, x.device)
@@ -54,6 +56,18 @@ def max_pool(x: Tensor, window: "Window") -> tuple[Tensor, Tensor]:
     column = (indices % x.shape[-1] - columns) // window.dilation[1]
     places = (row * window.kernel[1] + column).flatten()
     return output, pack(places, window.bits)
+
+
+def max_pool_backward(
+    gradient: Tensor, places: Tensor, window: "Window", input: Layout, output: torch.Size
+) -> Tensor:
+    """The gradient of an input that lay so. `output`: the size of the output."""
+    like = gradient.new_empty_strided(*input)  # of which torch's backward pass reads only sizes
+    pooling = _pooling(gradient)
+    if pooling is not None and not torch.is_grad_enabled() and pooling.suits(like, window):
+        return pooling.max_pool_backward(gradient, places, window, input.size, output)  # type: ignore[no-any-return]
+    indices = window_indices(places, window, output, input.size[-1])
+    return _aten.max_pool2d_with_indices_backward(gradient, like, *window, indices)  # type: ignore[no-any-return]
 
 
 def window_indices(places: Tensor, window: "Window", size: torch.Size, width: int) -> Tensor:
@@ -94,6 +108,10 @@ def _kernels(tensor: Tensor) -> Any:
     return _load() if tensor.is_cuda else None
 
 
+def _pooling(tensor: Tensor) -> Any:
+    return _load_pooling() if tensor.is_cuda else None
+
+
 @cache
 def _load() -> Any:
     """The kernels; None where Triton is not installed."""
@@ -102,3 +120,12 @@ def _load() -> Any:
     except ImportError:
         return None
     return kernels
+
+
+@cache
+def _load_pooling() -> Any:
+    try:
+        from echelon.memory.gist import pooling
+    except ImportError:
+        return None
+    return pooling

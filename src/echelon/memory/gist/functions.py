@@ -76,6 +76,17 @@ class Window(NamedTuple):
     def bits(self) -> int:
         return 4 if self.kernel[0] * self.kernel[1] <= 16 else 8
 
+    def output_size(self, size: torch.Size) -> torch.Size:
+        """Return the size of the output for an input of this size, by torch's rule."""
+        return torch.Size((*size[:-2], *(self._num_windows(size[dim], dim) for dim in (-2, -1))))
+
+    def _num_windows(self, length: int, dim: int) -> int:
+        kernel, stride, padding, dilation = (each[dim] for each in self[:4])
+        room = length + 2 * padding - dilation * (kernel - 1) - 1
+        num = (room + (stride - 1 if self.ceil_mode else 0)) // stride + 1
+        # No window begins behind the input.
+        return num - (self.ceil_mode and (num - 1) * stride >= length + padding)
+
 
 def max_pool2d(x: Tensor, window: Window, compression: Compression) -> Tensor:
     if not _applies(x) or window.kernel[0] * window.kernel[1] > _LARGEST_WINDOW:
@@ -145,10 +156,7 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        window, size = ctx.window, ctx.input.size
-        indices = backend.window_indices(places, window, ctx.output_size, size[-1])
-        input = gradient.new_empty_strided(*ctx.input)  # of which the backward pass reads only sizes
-        return _aten.max_pool2d_with_indices_backward(gradient, input, *window, indices), None
+        return backend.max_pool_backward(gradient, places, ctx.window, ctx.input, ctx.output_size), None
 
 
 class _AvgPool(torch.autograd.Function):

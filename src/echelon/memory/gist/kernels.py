@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _TILE = 1024  # elements of a program; three times as many for fp10
 _LONG_TILE = 2048
-_BYTES = 256  # of a mask, in a program
+_BYTES = 128  # of a mask, in a program
 _BLOCKS = 32  # of fp8, in a program
-_DECODED = 8  # the same, of one that decodes
+_DECODED = 16  # the same, of one that decodes
+_RELU_BLOCKS = 8  # of one that has a mask too, by two warps
 
 
 def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
@@ -46,7 +47,7 @@ def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, Parts]:
         _RELU_HALF(_cdiv(num, 8 * _BYTES), (dense, output, mask, *parts), num)
     else:
         num_blocks = len(parts[1])
-        _RELU_FP8(_cdiv(num_blocks, _BLOCKS), (dense, output, mask, *parts), num, num_blocks)
+        _RELU_FP8(_cdiv(num_blocks, _RELU_BLOCKS), (dense, output, mask, *parts), num, num_blocks)
     return output, mask, Layout(output.size(), output.stride()), parts
 
 
@@ -139,7 +140,7 @@ def _codes_of_fp8(value, shift):  # type: ignore[no-untyped-def]
 
 
 _RELU, _RELU_HALF = Launch(_relu_and_mask, tile=_BYTES), Launch(_relu_mask_and_half, tile=_BYTES)
-_RELU_FP8 = Launch(_relu_mask_and_fp8, block_size=BLOCK, num_rows=_BLOCKS)
+_RELU_FP8 = Launch(_relu_mask_and_fp8, num_warps=2, block_size=BLOCK, num_rows=_RELU_BLOCKS)
 
 
 def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:

@@ -19,8 +19,8 @@ _MOST = 4096  # kinds of arguments; beyond, all are forgotten
 class Launch:
     """A kernel whose arguments are tensors, then numbers, then constants."""
 
-    def __init__(self, kernel: Any, **constants: int) -> None:
-        self._kernel, self._constants = kernel, constants
+    def __init__(self, kernel: Any, num_warps: int = 4, **constants: int) -> None:
+        self._kernel, self._constants, self._num_warps = kernel, constants, num_warps
         self._values = tuple(constants.values())
         self._compiled: dict[Any, tuple[Any, Any, Any]] = {}
 
@@ -50,7 +50,7 @@ class Launch:
         run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self._values)
 
     def _choose(self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[float, ...]) -> Any:
-        return self._kernel[(programs,)](*tensors, *numbers, **self._constants)
+        return self._kernel[(programs,)](*tensors, *numbers, **self._constants, num_warps=self._num_warps)
 
     def _remember(self, key: Any, kernel: Any) -> None:
         if len(self._compiled) >= _MOST:

@@ -32,7 +32,7 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         torch.stack(torch._foreach_norm(of_type, dtype=torch.promote_types(dtype, torch.float32))).double()
         for dtype, of_type in by_type.items()
     ]
-    return torch.cat(norms).square().sum()
+    return (norms[0] if len(norms) == 1 else torch.cat(norms)).square().sum()
 
 
 def _is_plain(gradient: Tensor) -> bool:

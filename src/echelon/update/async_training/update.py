@@ -33,7 +33,15 @@ from echelon.state.ownership import LocalParameter, OwnedSlice, own_counter, who
 from echelon.update.async_training.host import Host, flat_buckets
 from echelon.update.async_training.port import SERVER, LocalPort, Port, RemotePort, open_group
 from echelon.update.async_training.server import Gradient
-from echelon.update.numbers import GateNumbers, HostCopy, Outcome, StepNumbers, loss_and_count
+from echelon.update.numbers import (
+    Counted,
+    GateNumbers,
+    HostCopy,
+    Outcome,
+    RankNumbers,
+    StepNumbers,
+    loss_and_count,
+)
 from echelon.update.optim.learning_rate import LearningRate
 from echelon.update.optim.local import Make, make_local
 from echelon.update.precision.loss_scaling import LossScaling
@@ -164,7 +172,14 @@ class AsyncUpdate(Update):
         self._gradients.start_step()
         self._is_empty = False
 
-    def norm(self, tally: Tensor, gates: GateNumbers | None = None, *, own: int | None = 0) -> None:  # noqa: ARG002 (there is one row)
+    def norm(
+        self,
+        tally: Tensor,
+        gates: GateNumbers | None = None,  # noqa: ARG002 (there is one row, and no gate)
+        *,
+        own: int | None = 0,  # noqa: ARG002
+        known: Counted | RankNumbers | None = None,  # noqa: ARG002
+    ) -> None:
         """The server sums: a worker has its own numbers alone."""
         total, count, scaled = HostCopy(
             tally

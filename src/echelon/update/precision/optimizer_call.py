@@ -76,10 +76,12 @@ class DeviceCall(OptimizerCall):
         if self._chose_fused:
             _set_fused(optimizer, fused=True)
         self._takes_flags = _has_protocol(optimizer)
+        self._needs_flags = type(optimizer) not in _FUSED  # others may read them in each step
         self._starts_on_device = isinstance(optimizer, SumOptimizer)
 
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Number, skip: Flag) -> None:
-        scale = on_device(factor, parameters)
+        is_one = not isinstance(factor, Tensor) and factor == 1.0
+        scale = None if is_one and not self._needs_flags else on_device(factor, parameters)
         new = [p for p in parameters if p not in self._updated]
         on_host = self._reads_skip
         if (on_host or (new and not self._starts_on_device)) and skip:
@@ -88,7 +90,8 @@ class DeviceCall(OptimizerCall):
         if self._takes_flags and not on_host:
             self._step_on_device(parameters, scale, skip)
         else:
-            _scale(parameters, scale)
+            if scale is not None:
+                _scale(parameters, scale)
             self._optimizer.step()
 
     def readable(self, skip: Flag) -> Flag:
@@ -108,23 +111,24 @@ class DeviceCall(OptimizerCall):
             make_momentum(self._optimizer, new)
         self._updated.update(new)
 
-    def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Flag) -> None:
+    def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor | None, skip: Flag) -> None:
+        """`scale`: None where gradients are those of the mean. Kernels that are given one write gradients."""
         optimizer: torch.optim.Optimizer = self._optimizer
-        device = scale.device
-        # The kernels read float32 of it, which is too coarse for float64 gradients.
-        in_kernel = all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
-        if in_kernel:
-            optimizer.grad_scale = scale.reciprocal().float()  # type: ignore[attr-defined]
-        else:
-            _scale(parameters, scale)
-        flag = skip.float() if isinstance(skip, Tensor) else torch.full((), float(skip), device=device)
-        optimizer.found_inf = flag  # type: ignore[attr-defined]
+        told: dict[str, Tensor] = {}
+        if scale is not None:
+            # The kernels read float32 of it, which is too coarse for float64 gradients.
+            if all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters):
+                told["grad_scale"] = scale.reciprocal().float()
+            else:
+                _scale(parameters, scale)
+        if self._needs_flags or skip is not False:
+            told["found_inf"] = on_device(skip, parameters).float()
+        vars(optimizer).update(told)
         try:
             optimizer.step()
         finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-            if in_kernel:
-                del optimizer.grad_scale  # type: ignore[attr-defined]
+            for name in told:
+                delattr(optimizer, name)
 
 
 def make_momentum(optimizer: torch.optim.Optimizer, new: Sequence[nn.Parameter]) -> None:

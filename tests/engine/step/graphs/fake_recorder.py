@@ -5,13 +5,15 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import echelon
 from echelon.engine import Engine
 from echelon.engine.step.graphs.assembly import make_graphs
-from echelon.engine.step.graphs.cuda_recorder import Recorded, Recording, Timing
+from echelon.engine.step.graphs.cuda_recorder import NumbersOf, Recorded, Recording, Timing
 from echelon.engine.step.graphs.graphed_passes import GraphedPasses
 from echelon.engine.step.step import FlushedRunner
+from echelon.update.numbers import Tally
 
 T = TypeVar("T")
 
@@ -25,8 +27,10 @@ class FakeTiming:
 
 
 class FakeRecording:
-    def __init__(self, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        self._run, self._parameters = run, parameters
+    def __init__(
+        self, run: Callable[[], Tally], parameters: Sequence[nn.Parameter], numbers_of: NumbersOf
+    ) -> None:
+        self._run, self._parameters, self._numbers_of = run, parameters, numbers_of
         self.num_replays = 0
         self.error = 0.0  # that a replay makes
         self.outputs = self._compute()
@@ -35,31 +39,45 @@ class FakeRecording:
         self.num_replays += 1
         for parameter in self._parameters:
             parameter.grad = None
-        tally, gradients = self._compute()
-        self.outputs.tally.copy_(tally)
-        for static, new in zip(self.outputs.gradients, gradients, strict=True):
-            if static is not None and new is not None:
-                static.copy_(new * (1 + self.error))
+        new = self._compute()
+        for static, value in zip(_tensors(self.outputs), _tensors(new), strict=True):
+            static.copy_(value)
+        for gradient in self.outputs.gradients:
+            if gradient is not None:
+                gradient.mul_(1 + self.error)
 
     def _compute(self) -> Recorded:
-        tally = self._run().clone()
-        return Recorded(tally, [None if p.grad is None else p.grad.clone() for p in self._parameters])
+        row, counted = self._run()
+        tally = Tally(row.clone(), counted)
+        gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        return Recorded(tally, gradients, self._numbers_of(tally))
+
+
+def _tensors(recorded: Recorded) -> list[Tensor]:
+    """All that a replay writes."""
+    return [leaf for leaf in tree_leaves(tuple(recorded)) if isinstance(leaf, Tensor)]
 
 
 class FakeRecorder:
-    """`host`, `device`: seconds of passes as they are; `replay`: of the device in a replay."""
+    """`host`, `device`: seconds of passes as they are; `replay`: of the device in a replay; `update`: of the
+    host for what else there is in a step."""
 
-    def __init__(self, host: float = 2e-3, device: float | None = 1e-3, replay: float = 5e-4) -> None:
-        self.host, self.device, self.replay = host, device, replay
+    def __init__(
+        self, host: float = 2e-3, device: float | None = 1e-3, replay: float = 5e-4, update: float = 0.0
+    ) -> None:
+        self.host, self.device, self.replay, self.update = host, device, replay, update
+        self._clock = 0.0
         self.recordings: list[FakeRecording] = []
         self.does_wait, self.is_roomy = False, True
         self.error: Exception | None = None  # of what is recorded
 
-    def record(self, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> Recording:
+    def record(
+        self, run: Callable[[], Tally], parameters: Sequence[nn.Parameter], numbers_of: NumbersOf
+    ) -> Recording:
         buffers = self.buffers()
         if self.error is not None:
             raise self.error
-        self.recordings.append(FakeRecording(run, parameters))
+        self.recordings.append(FakeRecording(run, parameters, numbers_of))
         for buffer, before in buffers:
             buffer.copy_(before)
         return self.recordings[-1]
@@ -71,10 +89,15 @@ class FakeRecorder:
         before = self.num_replays
         result = run()
         is_replay = self.num_replays > before
+        self._clock += self.host
         return result, FakeTiming(1e-5 if is_replay else self.host, self.replay if is_replay else self.device)
 
     def waits(self, run: Callable[[], T]) -> tuple[T, bool]:
         return run(), self.does_wait
+
+    def now(self) -> float:
+        self._clock += self.update
+        return self._clock
 
     @property
     def num_replays(self) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from echelon.engine.step.graphs import cuda_recorder
 from echelon.engine.step.graphs.cuda_recorder import CudaRecorder
+from echelon.update.numbers import Tally
 
 
 def test_waits_are_noted_and_other_warnings_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,13 +40,14 @@ def test_a_failed_recording_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", Graph)
     monkeypatch.setattr(cuda_recorder, "_end_failed_capture", lambda: ended.append(True))
 
-    def fail() -> torch.Tensor:
+    def fail() -> Tally:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        CudaRecorder().record(fail, [])
+        CudaRecorder().record(fail, [], lambda _: None)
     assert ended == [True]
-    outputs = CudaRecorder().record(lambda: torch.ones(3), [torch.nn.Parameter(torch.ones(1))]).outputs
-    assert outputs.tally.tolist() == [1.0, 1.0, 1.0]
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    outputs = CudaRecorder().record(lambda: Tally(torch.ones(3)), parameters, lambda _: None).outputs
+    assert outputs.tally.row.tolist() == [1.0, 1.0, 1.0]
     assert outputs.gradients == [None]
     assert ended == [True]

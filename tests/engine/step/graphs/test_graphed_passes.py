@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.engine import updates
 from echelon.engine.step.graphs.cuda_recorder import Recorded
 from echelon.engine.step.graphs.graphed_passes import distance
 from echelon.parallel.observer import StepObserver
+from echelon.update.numbers import Tally
 from tests.engine.step.graphs.fake_recorder import (
     RECORDED_AFTER,
     FakeRecorder,
@@ -76,8 +78,10 @@ def test_auto_records_where_the_host_is_slower_and_the_replay_faster() -> None:
         (FakeRecorder(), 1, "replayed"),
         (FakeRecorder(host=1e-4), 0, "slower than the host"),
         (FakeRecorder(host=2.0, device=1.0), 0, "slower than the host"),
-        (FakeRecorder(replay=0.95e-3), 1, "slower than the host"),
+        (FakeRecorder(device=2e-3, replay=1.9e-3), 1, "slower than the host"),
         (FakeRecorder(device=None), 0, "no passes are recorded yet"),
+        (FakeRecorder(host=5e-4, update=1e-3, replay=1e-3), 1, "replayed"),  # the device waits for updates
+        (FakeRecorder(host=1e-4, update=1e-3, replay=1e-3), 1, "slower than the host"),  # with replays too
     ):
         engine = engine_of(network(), "graphs=auto precision=fp64")
         graphs, _ = recorded(engine, recorder)
@@ -421,10 +425,109 @@ def test_gradients_of_several_batches_add_up() -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+# Numbers of updates: on a device they stay there, and a recording has them too.
+
+
+@pytest.fixture
+def late_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, numbers of updates are not read in a step."""
+    monkeypatch.setattr(updates, "reads_late", lambda _: True)
+
+
+def infinite(output: Tensor, targets: Tensor) -> Tensor:
+    """In some steps."""
+    scale = torch.where((targets[0] == 0) & (targets[-1] == 2), torch.inf, 1.0)
+    return nn.functional.cross_entropy(output, targets) * scale
+
+
+@pytest.mark.usefixtures("late_reads")
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (nn.functional.cross_entropy, {}),
+        (nn.functional.cross_entropy, {"clip": 0.1}),
+        (counted, {"clip": 0.1}),
+        (infinite, {"nonfinite": "skip", "most_skipped": 99}),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_numbers_of_updates_are_those_of_passes_as_they_are(
+    loss: Callable[..., Any], options: dict[str, Any], microbatches: int
+) -> None:
+    results = []
+    for words in ("", " graphs=true"):
+        model = network(normalises=microbatches == 1)
+        engine = engine_of(model, f"precision=fp64 microbatches={microbatches}{words}", loss=loss, **options)
+        graphs = recorded(engine)[0] if words else None
+        metrics, num_replays = [], 0
+        for step in range(RECORDED_AFTER + 10):
+            metrics.append(engine.step(batch(step)))
+            num_replays += graphs is not None and graphs.numbers is not None
+        assert (num_replays > 0) == bool(words)
+        numbers = [(each.loss, each.grad_norm, each.tokens, each.skipped) for each in metrics]
+        results.append((repr(numbers), engine.full_state_dict()))
+        engine.close()
+    (numbers, weights), (other_numbers, other_weights) = results
+    assert numbers == other_numbers
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+@pytest.mark.usefixtures("late_reads")
+def test_whoever_comes_between_passes_and_update_may_change_gradients() -> None:
+    class Halving(StepObserver):
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def after_passes(self) -> None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    norms = []
+    for words in ("", "graphs=true "):
+        engine = engine_of(network(), f"{words}precision=fp64")
+        graphs = recorded(engine)[0] if words else None
+        engine.observe(Halving(engine.module))
+        norms.append([engine.step(batch(step)).grad_norm for step in range(RECORDED_AFTER + 3)])
+        assert graphs is None or (graphs.enters_other_nodes and graphs.numbers is None)
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.usefixtures("late_reads")
+def test_a_step_that_is_refused_by_hand_has_other_numbers_than_its_replay() -> None:
+    engine = engine_of(network())
+    graphs, _ = recorded(engine)
+    train(engine, RECORDED_AFTER + 2)
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    engine._update.refuse_next()
+    metrics = engine.step(batch(0))
+    assert graphs.numbers is not None
+    with pytest.raises(echelon.UserError, match="changed by hand between two steps"):
+        _ = metrics.loss
+    assert all(map(torch.equal, before, engine.module.parameters()))
+
+
+@pytest.mark.usefixtures("late_reads")
+def test_gradients_that_a_loop_changes_before_its_update_count() -> None:
+    results = []
+    for words in ("", "graphs=true "):
+        engine = engine_of(network(), f"{words}precision=fp64", clip=0.1)
+        if words:
+            recorded(engine)
+        for step in range(RECORDED_AFTER + 4):
+            engine.forward_backward(batch(step))
+            for parameter in engine.module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(3.0)
+            results.append(engine.update().grad_norm)
+    half = len(results) // 2
+    assert results[:half] == results[half:]
+
+
 def test_a_recording_that_does_something_else_is_never_used() -> None:
     class Wrong(FakeRecorder):
-        def record(self, run: Any, parameters: Any) -> Any:
-            recording = super().record(run, parameters)
+        def record(self, *arguments: Any) -> Any:
+            recording = super().record(*arguments)
             self.recordings[-1].error = 0.1
             return recording
 
@@ -457,9 +560,10 @@ def test_a_closed_engine_holds_no_recording() -> None:
 
 
 def test_the_distance_of_gradients_and_losses() -> None:
-    one = Recorded(torch.tensor([1.0, 4.0, 4.0]), [torch.tensor([3.0, 4.0]), None])
-    other = Recorded(torch.tensor([1.0, 4.0, 4.0]), [torch.tensor([3.0, 3.0]), None])
+    tally = Tally(torch.tensor([1.0, 4.0, 4.0]))
+    one = Recorded(tally, [torch.tensor([3.0, 4.0]), None])
+    other = Recorded(tally, [torch.tensor([3.0, 3.0]), None])
     assert distance(one, one).tolist() == [0.0, 5.0, 0.0]
     assert distance(other, one).tolist() == [1.0, 5.0, 0.0]
     assert distance(one._replace(gradients=[None, None]), one)[0] == torch.inf
-    assert distance(one._replace(tally=one.tally * 2), one)[2] == 1.0
+    assert distance(one._replace(tally=Tally(tally.row * 2)), one)[2] == 1.0

@@ -13,7 +13,8 @@ from tests.engine.step.graphs.fake_recorder import engine_of, network
 
 
 def feed_of(inputs: Any, scale: Any = 1.0, counted: Any = 4.0) -> dict[int, Microbatch]:
-    normaliser = StepNormaliser(Counts(4, 4, counted), None, is_only=False, local=None)
+    normaliser = StepNormaliser(4, lambda: (Counts(4, 4, counted), None), is_only=False, local=None)
+    normaliser.count()
     targets = LocalTargets(torch.arange(4), 1.0, 4)
     return {
         number: Microbatch(inputs, targets, 1, "", normaliser=normaliser, loss_scale=scale)
@@ -57,7 +58,7 @@ def test_microbatches_keep_their_memory_and_get_the_values_of_each_step() -> Non
     assert kept.inputs.tolist() == [[5.0, 5.0]] * 4
     assert kept.inputs.data_ptr() == address
     assert kept.loss_scale.tolist() == 4.0  # type: ignore[union-attr]
-    assert kept.normaliser.numbers()[2].tolist() == 1.0
+    assert kept.normaliser.numbers()[-1].tolist() == 1.0
     assert kept.normaliser is static.microbatches[0].normaliser
     assert first[0].inputs.tolist() == [[1.0, 1.0]] * 4
     assert kept.targets.num_samples == 4

@@ -5,7 +5,8 @@
     constants.py         all that a recording has read from Python, compared before each replay
     static_feed.py       microbatches in memory that stays, from which a recording reads
     cuda_recorder.py     records and replays by torch's CUDA graphs; measures both
+    step_times.py        whether the host is the slower one, and a replay makes a step shorter
 
-A recording has all forward and backward passes of a step on one rank. Sums over ranks, norm, update and
-metrics stay outside.
+A recording has all forward and backward passes of a step on one rank, and the numbers of its update: norm,
+factor of gradients, flags. The update itself and metrics stay outside.
 """

@@ -26,6 +26,7 @@ def make_graphs(
         start_spans=partial(runner.timer.start_step, 0, ()),
         draws=lambda: _obstacle_of(setup, runner),
         loss=lambda: setup.layers.loss,
+        numbers_of=lambda tally: setup.update.numbers_of(*tally) if setup.update.is_of_one_rank else None,
         warns=setup.mesh.rank == 0,
     )
     return GraphedPasses(runner.run_as_is, surroundings, recorder or CudaRecorder())

@@ -16,17 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from echelon.memory.meter import free_bytes
+from echelon.update.numbers import RankNumbers, Tally
 
 T = TypeVar("T")
+NumbersOf = Callable[[Tally], RankNumbers | None]
 
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 
 
 class Recorded(NamedTuple):
-    """What passes leave: the tally of their losses, and the gradient of each parameter."""
+    """What passes leave: the tally of their losses, the gradient of each parameter, and the numbers of the
+    update, where they follow from these."""
 
-    tally: Tensor
+    tally: Tally
     gradients: list[Tensor | None]
+    numbers: RankNumbers | None = None
 
 
 class Recording(Protocol):
@@ -50,8 +54,11 @@ class Timing(Protocol):
 class Recorder(Protocol):
     """Makes recordings, and measures."""
 
-    def record(self, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> Recording:
-        """Write down what `run` does with no gradients there; nothing happens to weights and buffers."""
+    def record(
+        self, run: Callable[[], Tally], parameters: Sequence[nn.Parameter], numbers_of: NumbersOf
+    ) -> Recording:
+        """Write down what `run` does with no gradients there, and then `numbers_of`; nothing happens to
+        weights and buffers."""
         ...
 
     def has_room(self) -> bool:
@@ -59,6 +66,10 @@ class Recorder(Protocol):
         ...
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Timing]: ...
+
+    def now(self) -> float:
+        """Return the seconds of the host's clock."""
+        ...
 
     def waits(self, run: Callable[[], T]) -> tuple[T, bool]:
         """Run, and say whether the host waited for the device."""
@@ -83,7 +94,9 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def record(self, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> Recording:
+    def record(
+        self, run: Callable[[], Tally], parameters: Sequence[nn.Parameter], numbers_of: NumbersOf
+    ) -> Recording:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -91,7 +104,8 @@ class CudaRecorder:
             # Loaders pin memory in other threads: only what this one does may spoil the recording.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 tally = run()
-                outputs = Recorded(tally, [parameter.grad for parameter in parameters])
+                gradients = [parameter.grad for parameter in parameters]
+                outputs = Recorded(tally, gradients, numbers_of(tally))
         except BaseException:
             self._pool = None
             _end_failed_capture()
@@ -101,6 +115,8 @@ class CudaRecorder:
     def has_room(self) -> bool:
         needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         return free_bytes(torch.device("cuda")) >= 2 * needed
+
+    now = staticmethod(time.perf_counter)
 
     def timed(self, run: Callable[[], T]) -> tuple[T, Timing]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

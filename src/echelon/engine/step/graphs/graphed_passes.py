@@ -11,11 +11,11 @@ A replay runs no Python: what code has read is compared before each (constants.p
 table again. Where gradients differ after steps were replayed, the step raises.
 """
 
-import statistics
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,9 +23,16 @@ from torch import Tensor
 
 from echelon.engine.step.feed import Feed
 from echelon.engine.step.graphs.constants import Constants, TooManyOwnersError
-from echelon.engine.step.graphs.cuda_recorder import Recorded, Recorder, Recording, Timing
-from echelon.engine.step.graphs.obstacles import WARM_STEPS, DrawWatch, hook_obstacle, is_seen
+from echelon.engine.step.graphs.cuda_recorder import NumbersOf, Recorded, Recorder, Recording
+from echelon.engine.step.graphs.obstacles import (
+    WARM_STEPS,
+    DrawWatch,
+    hook_obstacle,
+    is_seen,
+    sees_gradients,
+)
 from echelon.engine.step.graphs.static_feed import LiveFeed, StaticFeed
+from echelon.engine.step.graphs.step_times import StepTimes
 from echelon.engine.step.runtime.flight import Microbatch
 from echelon.engine.step.runtime.script import Script
 from echelon.errors import UserError
@@ -33,23 +40,21 @@ from echelon.nn.forward_state import BufferSnapshot
 from echelon.parallel.observer import Observers
 from echelon.parallel.stage import LocalStages
 from echelon.plan import Plan
-from echelon.update.numbers import HostCopy
+from echelon.update.numbers import HostCopy, RankNumbers, Tally
 
 _COMPARISONS = 2  # before the first replay that counts
 _LONGEST_GAP = 256  # replays between two comparisons
 _MOST_FORMS = 8  # of batches: each has memory of its own
 _MOST_CHANGES = 4  # of what code reads, after which passes run as they are
 _TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-_MOST_SECONDS = 0.25  # of passes that may be bound by the host
-_HOST_BOUND = 0.8  # of the device's time, which the host needs to ask for passes
-_GAIN = 0.9  # of the time of passes as they are, which a replay may take
 
-Passes = Callable[[Script, Mapping[int, Microbatch]], Tensor]
+Passes = Callable[[Script, Mapping[int, Microbatch]], Tally]
 
 
 class Surroundings(NamedTuple):
     """What passes run in. `aside`: what the interpreter keeps between steps stays out of a recording;
-    `draws`: what the model draws that no replay could; `loss`: what is computed of outputs."""
+    `draws`: what the model draws that no replay could; `loss`: what is computed of outputs; `numbers_of`:
+    what the update finds out of a tally and gradients."""
 
     plan: Plan
     device: torch.device
@@ -60,6 +65,7 @@ class Surroundings(NamedTuple):
     start_spans: Callable[[], None]
     draws: Callable[[], str | None]
     loss: Callable[[], Any]
+    numbers_of: NumbersOf
     warns: bool
 
 
@@ -67,12 +73,11 @@ class Surroundings(NamedTuple):
 class _Form:
     """All steps with batches of one form."""
 
-    timings: list[Timing] = field(default_factory=list)
+    times: StepTimes = field(default_factory=StepTimes)
     is_probed: bool = False
     is_declined: bool = False  # the device is the slower one
     static: StaticFeed | None = None
     recording: Recording | None = None
-    replay_timings: list[Timing] = field(default_factory=list)
     pending: HostCopy | None = None  # of the last comparison
     num_agreed: int = 0
     num_replays: int = 0
@@ -100,8 +105,10 @@ class GraphedPasses:
         self._forms: dict[Hashable, _Form] = {}
         self._constants: Constants | None = None
         self._num_changes = 0
+        self._measured: _Form | None = None  # whose passes were measured in the last step
         self._step = 0  # the number that passes draw by
         self.enters_other_nodes = False  # into graphs of autograd, in the last step, than passes as they are
+        self.numbers: RankNumbers | None = None  # of the last step, if it was replayed with them
         self.reason: str | None = None  # why nothing is recorded any more
 
     def describe(self) -> str:
@@ -122,10 +129,11 @@ class GraphedPasses:
         self._forms.clear()
         self.reason = "the engine is closed"
 
-    def run(self, script: Script, feed: Mapping[int, Microbatch], step: int) -> Tensor:
+    def run(self, script: Script, feed: Mapping[int, Microbatch], step: int) -> Tally:
         """Take microbatches forward and back; returns the tally of their losses. `step`: the number that they
         draw by."""
         self.enters_other_nodes, self._step = False, step
+        self.numbers = self._measured = None
         if self.reason is not None or self._is_special():
             return self._run_as_is(script, feed)
         live = LiveFeed(feed)
@@ -142,6 +150,15 @@ class GraphedPasses:
             self._give_up(left_to_torch)
             return self._run_as_is(script, feed)
         return self._with_recording(form, script, feed, live)
+
+    def start_step(self) -> None:
+        """A step begins that is one batch and its update."""
+        self._begin = self._recorder.now()
+
+    def finish_step(self) -> None:
+        """It is over, on the host."""
+        if self._measured is not None:
+            self._measured.times.steps.append(self._recorder.now() - self._begin)
 
     def _is_special(self) -> bool:
         """Return whether these passes are watched, add to gradients, or compute another loss."""
@@ -179,22 +196,23 @@ class GraphedPasses:
 
     def _before_recording(
         self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed
-    ) -> Tensor:
+    ) -> Tally:
         if form.is_declined:
             return self._run_as_is(script, feed)
-        if len(form.timings) < WARM_STEPS:
+        if len(form.times.as_is) < WARM_STEPS:
             tally, timing = self._recorder.timed(lambda: self._run_as_is(script, feed))
-            form.timings.append(timing)
+            form.times.as_is.append(timing)
+            self._measured = form
             return tally
         if not form.is_probed:
             return self._probe(form, script, feed, live)
-        is_wanted = True if self._always else is_host_bound(form.timings)
+        is_wanted = True if self._always else form.times.is_host_bound()
         form.is_declined = is_wanted is False
         if not is_wanted or not self._record(form, script, feed, live):
             return self._run_as_is(script, feed)
         return self._compare(form, script, feed, live)
 
-    def _probe(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> Tensor:
+    def _probe(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> Tally:
         """Run passes as they would be recorded, and see what no replay would do."""
         form.is_probed = True
         known = self._around.draws()
@@ -231,9 +249,8 @@ class GraphedPasses:
         static, self.enters_other_nodes = self._static(live, feed), True
         try:
             with self._around.aside():
-                form.recording = self._recorder.record(
-                    lambda: self._run_as_is(script, static.microbatches), self._parameters
-                )
+                passes = partial(self._run_as_is, script, static.microbatches)
+                form.recording = self._recorder.record(passes, self._parameters, self._around.numbers_of)
         except Exception as error:
             self._give_up(f"they cannot be recorded: {str(error).partition(chr(10))[0]}")
         form.static = static
@@ -257,12 +274,12 @@ class GraphedPasses:
 
     def _with_recording(
         self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed
-    ) -> Tensor:
+    ) -> Tally:
         is_trusted = form.num_agreed >= _COMPARISONS
         if form.pending is not None and form.pending.is_ready:
             self._read_comparison(form, is_trusted=is_trusted)
             is_trusted = form.num_agreed >= _COMPARISONS
-            if is_trusted and form.num_replays == 0 and not self._always and not is_faster(form):
+            if is_trusted and form.num_replays == 0 and not self._always and not form.times.is_faster():
                 form.is_declined, form.recording, form.static = True, None, None
         if form.recording is None or (form.pending is not None and not is_trusted):
             return self._run_as_is(script, feed)
@@ -273,6 +290,8 @@ class GraphedPasses:
         for parameter, gradient in zip(self._parameters, form.recording.outputs.gradients, strict=True):
             parameter.grad = gradient
         self.enters_other_nodes = True
+        if not sees_gradients(self._around.observers):
+            self.numbers = form.recording.outputs.numbers
         self._around.start_spans()
         return form.recording.outputs.tally
 
@@ -282,12 +301,12 @@ class GraphedPasses:
         form.static.load(live, self._step)
         form.recording.replay()
 
-    def _compare(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> Tensor:
+    def _compare(self, form: _Form, script: Script, feed: Mapping[int, Microbatch], live: LiveFeed) -> Tally:
         """Run passes both ways; the step gets what they make as they are."""
         assert form.recording is not None
         self._buffers.take()
         _, timing = self._recorder.timed(lambda: self._replay(form, live))
-        form.replay_timings.append(timing)
+        form.times.replays.append(timing)
         self._buffers.restore(refused=True)
         self._start_again()
         tally = self._run_as_is(script, feed)
@@ -320,7 +339,7 @@ class GraphedPasses:
 def distance(recorded: Recorded, others: Recorded) -> Tensor:
     """Return the norm of the difference of gradients, their norm, and the relative difference of losses: on
     the device, in float64."""
-    device = recorded.tally.device
+    device = recorded.tally.row.device
     error, size = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
     for one, other in zip(recorded.gradients, others.gradients, strict=True):
         if one is None and other is None:
@@ -330,31 +349,11 @@ def distance(recorded: Recorded, others: Recorded) -> Tensor:
             continue
         error = error + _square(one - other)
         size = size + _square(other)
-    sums = others.tally.flatten()
-    of_loss = (recorded.tally.flatten() - sums).abs().max() / sums.abs().max().clamp_min(1e-30)
+    sums = others.tally.row
+    of_loss = (recorded.tally.row - sums).abs().max() / sums.abs().max().clamp_min(1e-30)
     return torch.stack([error.sqrt(), size.sqrt(), of_loss.double()])
 
 
 def _square(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor)
     return norm.double().square()
-
-
-def is_host_bound(timings: Sequence[Timing]) -> bool | None:
-    """Return whether the host takes about as long as the device; None while the device is at it."""
-    on_device = [timing.device_seconds() for timing in timings]
-    known = [seconds for seconds in on_device if seconds is not None]
-    if len(known) < len(on_device):
-        return None
-    device = statistics.median(known)
-    host = statistics.median(timing.host_seconds for timing in timings)
-    return device < _MOST_SECONDS and host > _HOST_BOUND * device
-
-
-def is_faster(form: _Form) -> bool:
-    """Return whether a replay takes the device clearly less time than passes as they are."""
-    replay, as_is = (
-        [seconds for timing in timings if (seconds := timing.device_seconds()) is not None]
-        for timings in (form.replay_timings, form.timings)
-    )
-    return bool(replay) and bool(as_is) and min(replay) <= _GAIN * statistics.median(as_is)

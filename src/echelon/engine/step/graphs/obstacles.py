@@ -28,6 +28,7 @@ _PASS_EVENTS = (
     "after_backward",
     "before_unit",
 )
+_LATE_EVENTS = ("before_reduce", "after_passes")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 WARM_STEPS = METERED_STEPS + 1  # the first steps measure memory, and try kernels out
@@ -47,6 +48,11 @@ def is_seen(observers: Observers) -> bool:
     kinds = (FirstForward, Meter, AbsentReads, DiscardStatistics)
     has_modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return bool(has_modes) or observers.has_kind(TraceRecorder) or observers.is_heard(_PASS_EVENTS, kinds)
+
+
+def sees_gradients(observers: Observers) -> bool:
+    """Return whether an observer comes between passes and update, and may change gradients."""
+    return observers.is_heard(_LATE_EVENTS, (Meter,))
 
 
 def hook_obstacle(modules: Iterable[nn.Module]) -> str | None:

@@ -81,7 +81,7 @@ class StaticFeed:
         scope = maker.recorded_scope(self._step, samples, step if is_watched else None)
         loss_scale, numbers, normaliser = next(self._leaves, 1.0), list(self._leaves), None
         for (number, each), (inputs, targets) in zip(feed.items(), values, strict=True):
-            normaliser = normaliser or each.normaliser.with_numbers(numbers)
+            normaliser = normaliser or each.normaliser.with_numbers(numbers, is_recorded=not is_watched)
             copied = each._replace(inputs=inputs, targets=each.targets._replace(values=targets))
             self.microbatches[number] = maker.repeated(copied, partial(scope, number), normaliser, loss_scale)
 

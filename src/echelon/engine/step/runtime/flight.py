@@ -19,7 +19,7 @@ from echelon.nn.losses import Sum, check_loss, in_float32, root_and_count
 from echelon.parallel.layer_sharding import LayerSharding
 from echelon.parallel.observer import ForwardPass, LossPass, Observers
 from echelon.parallel.padding import LocalTargets
-from echelon.update.numbers import Number
+from echelon.update.numbers import Counted, Number
 
 
 class Value(NamedTuple):
@@ -238,10 +238,13 @@ class LossSums:
 
     def __init__(self, device: torch.device, *, deferred: bool) -> None:
         self._device, self._deferred = device, deferred
-        self._numbers = [0.0, 0.0, 0.0]
+        self._numbers = [0.0, 0.0, 0.0]  # that the row does not have yet
         self._row: Tensor | None = None
+        self._on_host: Counted | None = Counted(0.0, 0.0)
 
     def add(self, *numbers: Number) -> None:
+        if self._on_host is not None:
+            self._on_host = self._on_host.plus(*numbers[1:])
         for place, number in enumerate(numbers):
             if self._deferred and isinstance(number, Tensor):
                 self._on_device()[place].add_(number)
@@ -249,6 +252,11 @@ class LossSums:
                 self._numbers[place] += float(number)
         if not self._deferred:
             self._row = None
+
+    @property
+    def counted(self) -> Counted | None:
+        """Return what the host knows of them."""
+        return self._on_host
 
     def row(self) -> Tensor:
         """Return the three as one tensor."""

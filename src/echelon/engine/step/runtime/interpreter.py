@@ -83,6 +83,7 @@ class Interpreter:
         self._start_gradients = StartGradients()
         self._sums = partial(LossSums, device, deferred=deferred)
         self._tally = self._sums()
+        self.counted = self._tally.counted
         self._since_update = self._no_losses()  # where every update has losses of its own
         self.timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
@@ -109,9 +110,8 @@ class Interpreter:
 
     def run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         """Execute; returns the tally of the microbatches whose loss was computed here: loss total, count, and
-        count times what the losses were divided by before the backward pass.
-
-        `feed` is what the program takes in, by microbatch.
+        count times what the losses were divided by before the backward pass; `counted` has what the host
+        knows of it. `feed` is what the program takes in, by microbatch.
         """
         self._script, self._feed = script, feed
         self._splits = script.splits_backward
@@ -125,7 +125,7 @@ class Interpreter:
         at_instruction("")  # a hang between steps is of no instruction
         if not script.continues:
             self._mailbox.finish_step()
-        self._feed = {}
+        self._feed, self.counted = {}, self._tally.counted
         return self._tally.row()
 
     def _execute(self, script: Script) -> None:
