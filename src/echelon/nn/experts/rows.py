@@ -14,8 +14,9 @@ token are summed in their order, so a sum is the same in every run. Nothing here
 `sort_weights`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,11 @@ from echelon.nn.triton_support import has_triton
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kernels_for(x: Tensor) -> Any:
-    """Return the module of kernels for `x`, or None: torch operations do the same."""
-    if not x.is_cuda or x.dtype not in _KERNEL_TYPES or x.numel() == 0 or not has_triton():
+def kernels_for(x: Tensor, types: Collection[torch.dtype] = _KERNEL_TYPES, module: str = "kernels") -> Any:
+    """Return a module of kernels for `x`, or None: torch operations do the same."""
+    if not x.is_cuda or x.dtype not in types or x.numel() == 0 or not has_triton():
         return None
-    from echelon.nn.experts import kernels  # imports Triton
-
-    return kernels
+    return import_module(f"echelon.nn.experts.{module}")  # which imports Triton
 
 
 class Slots(NamedTuple):
@@ -61,10 +60,10 @@ def ends_of(counts: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, slots: Slots) -> Tensor:
     """Gather the row of the token of each slot [slots, width], sorted."""
-    kernels, k = kernels_for(x), slots.inverse.shape[1]
+    kernels = kernels_for(x)
     if kernels is not None:
-        return kernels.gather_rows(x, slots.order, k)  # type: ignore[no-any-return]
-    return x.index_select(0, slots.order // k)
+        return kernels.gather_rows(x, slots.inverse, len(slots.order))  # type: ignore[no-any-return]
+    return x.index_select(0, slots.order // slots.inverse.shape[1])
 
 
 def sum_slots(rows: Tensor, slots: Slots) -> Tensor:
@@ -118,7 +117,7 @@ def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if is_native(rows, matrices) and len(ends) <= _MOST_EXPERTS:
         product: Tensor = F.grouped_mm(rows, matrices, offs=ends)
     else:
-        product = kernels.multiply(rows, matrices, ends)
+        product = kernels_for(rows, module="product_kernels").multiply(rows, matrices, ends)
     kernels.clear_tail(product, ends)
     return product
 
@@ -134,7 +133,7 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         product: Tensor = F.grouped_mm(left.t(), right, offs=ends)
         kernels.clear_empty(product, ends)  # torch leaves these as they were in memory
         return product
-    return kernels.outer(left, right, ends)  # type: ignore[no-any-return]
+    return kernels_for(left, module="product_kernels").outer(left, right, ends)  # type: ignore[no-any-return]
 
 
 def is_native(*operands: Tensor) -> bool:
