@@ -68,8 +68,9 @@ class Jit:
         return self._function(*arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
             assert num_warps in (1, 2, 4, 8)
+            assert num_stages > 0
             values = [_value(argument) for argument in arguments]
             for program in product(*map(range, grid)):
                 LANGUAGE.program = program
@@ -78,7 +79,29 @@ class Jit:
         return launch
 
 
+class Descriptor:
+    """A matrix that is loaded in blocks; what is outside of it is 0."""
+
+    def __init__(self, tensor: Tensor, block: list[int]) -> None:
+        assert tensor.is_contiguous()
+        assert all(size.bit_count() == 1 for size in block)
+        self._values, self._block = tensor.numpy(), block
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, block: list[int]) -> "Descriptor":
+        return cls(tensor, block)
+
+    def load(self, places: list[Any]) -> Any:
+        row, column = map(_number, places)
+        loaded = np.zeros(self._block, self._values.dtype)
+        found = self._values[row : row + self._block[0], column : column + self._block[1]]
+        loaded[: found.shape[0], : found.shape[1]] = found
+        return loaded.view(Block)
+
+
 def _value(argument: Any) -> Any:
+    if isinstance(argument, Descriptor):
+        return argument
     if isinstance(argument, Tensor):
         return Pointer(argument.numpy().reshape(-1), np.zeros(1, np.int64))
     kind = np.float32 if isinstance(argument, float) else np.int64
@@ -87,6 +110,10 @@ def _value(argument: Any) -> Any:
 
 def _block(values: Any, dtype: Any) -> Any:
     return np.array(values, dtype).view(Block)
+
+
+def _number(scalar: Any) -> int:
+    return int(np.asarray(scalar).item())
 
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Any:
@@ -136,8 +163,12 @@ LANGUAGE = _module(
     sqrt=np.sqrt,
     exp=np.exp,
     log=np.log,
-    max=lambda values, axis: values.max(axis).view(Block),
-    sum=lambda values, axis: values.sum(axis, values.dtype).view(Block),
+    max=lambda values, axis: np.asarray(values.max(axis)).view(Block),
+    sum=lambda values, axis: np.asarray(values.sum(axis, values.dtype)).view(Block),
+    cumsum=lambda values, axis: values.cumsum(axis, values.dtype).view(Block),
+    dot=lambda left, right, total: (np.asarray(left) @ np.asarray(right) + total).view(Block),
+    cdiv=lambda a, b: -(-a // b),
+    range=lambda begin, end, step, **_: range(_number(begin), _number(end), _number(step)),
     zeros=lambda shape, dtype: _block(np.zeros(shape), dtype),
     static_range=range,
     interleave=lambda one, other: np.stack([one, other], -1).reshape(-1).view(Block),
@@ -165,7 +196,9 @@ TRITON = _module(
 def kernel_on_cpu(package: ModuleType = echelon.nn.dropout, module: str = "kernel") -> Iterator[Any]:
     """The module of a kernel, as if Triton were this."""
     name = f"{package.__name__}.{module}"
-    with patch.dict(sys.modules, {"triton": TRITON, "triton.language": LANGUAGE}):
+    descriptors = _module("triton.tools.tensor_descriptor", TensorDescriptor=Descriptor)
+    modules = {"triton": TRITON, "triton.language": LANGUAGE, "triton.tools": _module("triton.tools")}
+    with patch.dict(sys.modules, modules | {descriptors.__name__: descriptors}):
         sys.modules.pop(name, None)
         before = vars(package).pop(module, None)
         try:

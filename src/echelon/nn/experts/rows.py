@@ -17,6 +17,7 @@ token are summed in their order, so a sum is the same in every run. Nothing here
 from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,8 @@ class _SortWeights(torch.autograd.Function):
 _ALIGNMENT = 16  # bytes, of the rows that torch's grouped product loads
 _CAPABILITIES = ((9, 0), (10, 0))  # of the devices for which torch has it
 _MOST_EXPERTS = 1000  # that it takes
+_HOPPER = (9, 0)
+_FEW, _DEPTH = 128, 64  # rows or columns for which tiles by TMA are too large; what they go through at a time
 
 
 def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -114,8 +117,11 @@ def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     kernels = kernels_for(rows)
     if kernels is None:
         return _multiply_by_loop(rows, matrices, ends)
-    if is_native(rows, matrices) and len(ends) <= _MOST_EXPERTS:
-        product: Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    tma = tma_kernels_for(rows, matrices, ends)
+    if tma is not None:
+        product: Tensor = tma.multiply(rows, matrices, ends)
+    elif is_native(rows, matrices) and len(ends) <= _MOST_EXPERTS:
+        product = F.grouped_mm(rows, matrices, offs=ends)
     else:
         product = kernels_for(rows, module="product_kernels").multiply(rows, matrices, ends)
     kernels.clear_tail(product, ends)
@@ -129,11 +135,41 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     kernels = kernels_for(left)
     if kernels is None:
         return _outer_by_loop(left, right, ends)
+    tma = tma_kernels_for(left, right, ends)
+    if tma is not None:
+        return tma.outer(left, right, ends)  # type: ignore[no-any-return]
     if is_native(left, right) and len(ends) <= _MOST_EXPERTS:
         product: Tensor = F.grouped_mm(left.t(), right, offs=ends)
         kernels.clear_empty(product, ends)  # torch leaves these as they were in memory
         return product
     return kernels_for(left, module="product_kernels").outer(left, right, ends)  # type: ignore[no-any-return]
+
+
+def clear_tails(ends: Tensor, *products: Tensor | None) -> None:
+    """Write 0 into the rows of products on a device that belong to no expert."""
+    for product in products:
+        if product is not None:
+            kernels_for(product).clear_tail(product, ends)
+
+
+def tma_kernels_for(rows: Tensor, other: Tensor, ends: Tensor) -> Any:
+    """Return the kernels that compute products of `rows` and matrices, or other rows, by TMA, or None: for
+    few rows or columns torch has smaller tiles."""
+    if min(len(rows) // len(ends), rows.shape[1], other.shape[-1]) <= _FEW or len(ends) > _MOST_EXPERTS:
+        return None
+    if not is_native(rows, other) or _capability(rows.device) != _HOPPER or not _has_descriptors():
+        return None
+    if not rows.is_contiguous() or (other.ndim == 2 and not other.is_contiguous()):
+        return None
+    if other.ndim == 3 and other.stride(2) == 1 and other.shape[1] % _DEPTH:
+        return None  # a tile would reach into the next matrix, whose numbers may be infinite
+    return kernels_for(rows, module="tma_kernels")
+
+
+@cache
+def _has_descriptors() -> bool:
+    """Return whether this Triton has descriptors of tensors that a launch takes."""
+    return has_triton() and find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def is_native(*operands: Tensor) -> bool:
