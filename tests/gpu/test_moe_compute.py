@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -129,10 +130,10 @@ def test_kernels_by_tma(width: int, hidden: int, counts: list[int], with_weights
     for_hidden64 = multiply(gradient64, down64, ends.cpu())
     rows, hidden_values = tma_kernels.multiply_swiglu(x, first, weights, ends)
     gradients = tma_kernels.swiglu_gradients(gradient, down, rows, weights, ends, True)
-    found = [rows, tma_kernels.multiply(x, first.mT, ends), hidden_values]
+    found: list[Any] = [rows, tma_kernels.multiply(x, first.mT, ends), hidden_values]
     found += [tma_kernels.multiply(gradient, down, ends), *gradients]
     rows64[own:] = 0
-    expected = [rows64, rows64, activate(rows64, of_weights, "swiglu"), for_hidden64]
+    expected: list[Any] = [rows64, rows64, activate(rows64, of_weights, "swiglu"), for_hidden64]
     expected += activation_gradients(for_hidden64, rows64, of_weights, "swiglu", with_hidden=True)
     for one, other in zip(found, expected, strict=True):
         if other is not None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from operator import index
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,9 @@ class Block(np.ndarray):  # type: ignore[type-arg]
             assert memory.dtype == dtype.kind
             return Pointer(memory, np.zeros(1, np.int64))
         return self.view(dtype) if bitcast else self.astype(dtype)
+
+    def __index__(self) -> int:
+        return int(np.asarray(self).item())
 
 
 class Pointer:
@@ -92,7 +96,7 @@ class Descriptor:
         return cls(tensor, block)
 
     def load(self, places: list[Any]) -> Any:
-        row, column = map(_number, places)
+        row, column = map(index, places)
         loaded = np.zeros(self._block, self._values.dtype)
         found = self._values[row : row + self._block[0], column : column + self._block[1]]
         loaded[: found.shape[0], : found.shape[1]] = found
@@ -110,10 +114,6 @@ def _value(argument: Any) -> Any:
 
 def _block(values: Any, dtype: Any) -> Any:
     return np.array(values, dtype).view(Block)
-
-
-def _number(scalar: Any) -> int:
-    return int(np.asarray(scalar).item())
 
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Any:
@@ -166,9 +166,9 @@ LANGUAGE = _module(
     max=lambda values, axis: np.asarray(values.max(axis)).view(Block),
     sum=lambda values, axis: np.asarray(values.sum(axis, values.dtype)).view(Block),
     cumsum=lambda values, axis: values.cumsum(axis, values.dtype).view(Block),
-    dot=lambda left, right, total: (np.asarray(left) @ np.asarray(right) + total).view(Block),
+    dot=lambda left, right, total, **_: (np.asarray(left) @ np.asarray(right) + total).view(Block),
     cdiv=lambda a, b: -(-a // b),
-    range=lambda begin, end, step, **_: range(_number(begin), _number(end), _number(step)),
+    range=lambda begin, end, step, **_: range(begin, end, step),
     zeros=lambda shape, dtype: _block(np.zeros(shape), dtype),
     static_range=range,
     interleave=lambda one, other: np.stack([one, other], -1).reshape(-1).view(Block),

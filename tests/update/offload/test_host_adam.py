@@ -14,10 +14,11 @@ from echelon.update.optim import CombinedOptimizer
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def groups(kind: type[torch.optim.Optimizer], **options: Any) -> Make:
+def groups(kind: Any, **options: Any) -> Make:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         rates: Any = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.01}]
-        return kind(rates, weight_decay=0.1, **options)
+        optimizer: torch.optim.Optimizer = kind(rates, weight_decay=0.1, **options)
+        return optimizer
 
     return make
 

@@ -42,7 +42,7 @@ def _largest(  # type: ignore[no-untyped-def]
         key = tl.where(key != best[:, None], key, _LEAST)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _keys(score, column, columns: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return integers in the order of the scores of each row, of which no two are equal."""
     # Bits of floats as integers in the same order: -0 is 0, and what is no number is the largest.

@@ -203,7 +203,7 @@ def _swiglu_gradients(  # type: ignore[no-untyped-def]
             tl.store(target, activated.to(hidden.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tiles(ends, experts, number, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the rows of each expert, and how many tiles of rows there are up to its last one."""
     is_expert = number < experts
@@ -212,7 +212,7 @@ def _tiles(ends, experts, number, tile: tl.constexpr):  # type: ignore[no-untype
     return end, begin, tl.cumsum((end - begin + tile - 1) // tile, axis=0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _place(row_tile, end, begin, last_tile, number, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the expert of a tile, its first row, and where the rows of the expert end."""
     expert = tl.sum((last_tile <= row_tile).to(tl.int32), axis=0)

@@ -87,21 +87,20 @@ def _update(
     size = _PORTION * torch.get_num_threads()
     torch._foreach_add_([optimizer.state[master]["step"] for master in group["params"]], 1)
     is_decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-    kernel: Any = torch._fused_adamw_ if is_decoupled else torch._fused_adam_  # type: ignore[attr-defined]
+    kernel: Any = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
     options = {key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")}
     beta1, beta2 = group["betas"]
     if factor != 1.0:
         options |= {"grad_scale": torch.full((), 1.0 / factor), "found_inf": torch.zeros(())}
     runs = (run for master in group["params"] for run in _runs(optimizer, master, *given[master], size))
     for portion in portions(runs, lambda run: len(run.master), size):
-        part = _Run(*map(list, zip(*portion, strict=True)))  # type: ignore[arg-type]
+        parts, _, averages, squares, of_weights, steps = (list(each) for each in zip(*portion, strict=True))
         gradients = _in_float32(portion, scratch)
-        averages = part.average, part.average_of_squares
         kernel(
-            part.master, gradients, *averages, [], part.step,
+            parts, gradients, averages, squares, [], steps,
             amsgrad=False, beta1=beta1, beta2=beta2, **options,
         )  # fmt: skip
-        torch._foreach_copy_(part.weight, part.master)
+        torch._foreach_copy_(of_weights, parts)
 
 
 def _runs(
@@ -112,7 +111,7 @@ def _runs(
     tensors = (master.detach(), gradient, state["exp_avg"], state["exp_avg_sq"], weight)
     flat = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors)
     for parts in zip(*(tensor.split(size) for tensor in flat), strict=True):
-        yield _Run(*parts, state["step"])
+        yield _Run._make((*parts, state["step"]))
 
 
 def _in_float32(portion: Sequence[_Run], scratch: Scratch) -> list[Tensor]:
