@@ -3,15 +3,16 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate, grouped_experts
-from echelon.nn.experts.compute import Activation, routed_experts
+from echelon.nn.experts.compute import Activation, activate, activation_gradients, routed_experts
 from echelon.nn.experts.routing import router_logits
-from echelon.nn.experts.rows import is_native, multiply, outer, sort_slots
+from echelon.nn.experts.rows import is_native, multiply, outer, sort_slots, tma_kernels_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,8 @@ pytestmark = [
 
 EXPERTS = 8
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
-SIZES = [(64, 96), (200, 136), (33, 20)]  # width and hidden; the last are not for torch's grouped product
+# Width and hidden: the third are not for torch's grouped product; the last, with many rows, for TMA.
+SIZES = [(64, 96), (200, 136), (33, 20), (256, 192)]
 
 
 def routings() -> dict[str, Tensor]:
@@ -28,6 +30,7 @@ def routings() -> dict[str, Tensor]:
     return {
         "spread": torch.randint(EXPERTS, (300, 3), generator=generator),
         "dropped": torch.randint(EXPERTS + 1, (300, 3), generator=generator),
+        "many": torch.randint(EXPERTS + 1, (500, 3), generator=generator),
         "all dropped": torch.full((20, 2), EXPERTS),
         "one expert": torch.full((130, 1), 5),
         "empty experts": torch.randint(2, 4, (77, 2), generator=generator),
@@ -88,6 +91,55 @@ def test_torch_multiplies_bfloat16_of_aligned_sizes() -> None:
     assert is_native(rows, rows)
     assert not is_native(rows[:, :31], matrices[:, :31])
     assert not is_native(rows.float(), matrices.float())
+
+
+def test_many_rows_are_multiplied_by_tma_on_hopper() -> None:
+    """Else the tests above would test nothing of it."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    rows = torch.zeros(1500, 256, device="cuda", dtype=torch.bfloat16)
+    matrices = torch.zeros(EXPERTS, 256, 192, device="cuda", dtype=torch.bfloat16)
+    ends = torch.zeros(EXPERTS, device="cuda", dtype=torch.int32)
+    for operand in (matrices, matrices.mT, rows):
+        assert tma_kernels_for(rows, operand, ends) is not None
+    assert tma_kernels_for(rows[:1000], matrices, ends) is None, "few rows"
+    assert tma_kernels_for(rows, matrices[:, :200], ends) is None, "a tile of it has parts of two matrices"
+    assert tma_kernels_for(rows.float(), matrices.float(), ends) is None
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+@pytest.mark.parametrize("counts", [[300, 0, 77, 128, 1], [0, 0, 900], [0, 0], [5]])
+@pytest.mark.parametrize(("width", "hidden"), [(64, 64), (128, 136), (192, 520)])
+def test_kernels_by_tma(width: int, hidden: int, counts: list[int], with_weights: bool) -> None:
+    """Of any number of rows: as in float64, and nothing of rows that belong to no expert."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are for Hopper")
+    from echelon.nn.experts import tma_kernels
+
+    torch.manual_seed(0)
+    own, ends = sum(counts), torch.tensor(counts, device="cuda").cumsum(0).int()
+    x, gradient = (torch.randn(own + 50, width, device="cuda").bfloat16() for _ in range(2))
+    shapes = (len(counts), 2 * hidden, width), (len(counts), width, hidden)
+    first, down = ((torch.randn(shape, device="cuda") / shape[-1] ** 0.5).bfloat16() for shape in shapes)
+    weights = torch.rand(own + 50, device="cuda").bfloat16() if with_weights else None
+    x[own:] = torch.nan
+    doubles = [each.double().cpu() for each in (x, gradient, first, down)]
+    of_weights = None if weights is None else weights.double().cpu()
+    x64, gradient64, first64, down64 = doubles
+    rows64 = multiply(x64, first64.mT, ends.cpu())
+    for_hidden64 = multiply(gradient64, down64, ends.cpu())
+    rows, hidden_values = tma_kernels.multiply_swiglu(x, first, weights, ends)
+    gradients = tma_kernels.swiglu_gradients(gradient, down, rows, weights, ends, True)
+    found: list[Any] = [rows, tma_kernels.multiply(x, first.mT, ends), hidden_values]
+    found += [tma_kernels.multiply(gradient, down, ends), *gradients]
+    rows64[own:] = 0
+    expected: list[Any] = [rows64, rows64, activate(rows64, of_weights, "swiglu"), for_hidden64]
+    expected += activation_gradients(for_hidden64, rows64, of_weights, "swiglu", with_hidden=True)
+    for one, other in zip(found, expected, strict=True):
+        if other is not None:
+            assert error(one[:own], other[:own]) < TOLERANCES[torch.bfloat16]
+    products = tma_kernels.outer(gradient, x, ends)
+    assert error(products, outer(gradient64, x64, ends.cpu())) < TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from operator import index
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,9 @@ class Block(np.ndarray):  # type: ignore[type-arg]
             assert memory.dtype == dtype.kind
             return Pointer(memory, np.zeros(1, np.int64))
         return self.view(dtype) if bitcast else self.astype(dtype)
+
+    def __index__(self) -> int:
+        return int(np.asarray(self).item())
 
 
 class Pointer:
@@ -68,8 +72,9 @@ class Jit:
         return self._function(*arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
             assert num_warps in (1, 2, 4, 8)
+            assert num_stages > 0
             values = [_value(argument) for argument in arguments]
             for program in product(*map(range, grid)):
                 LANGUAGE.program = program
@@ -78,7 +83,29 @@ class Jit:
         return launch
 
 
+class Descriptor:
+    """A matrix that is loaded in blocks; what is outside of it is 0."""
+
+    def __init__(self, tensor: Tensor, block: list[int]) -> None:
+        assert tensor.is_contiguous()
+        assert all(size.bit_count() == 1 for size in block)
+        self._values, self._block = tensor.numpy(), block
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, block: list[int]) -> "Descriptor":
+        return cls(tensor, block)
+
+    def load(self, places: list[Any]) -> Any:
+        row, column = map(index, places)
+        loaded = np.zeros(self._block, self._values.dtype)
+        found = self._values[row : row + self._block[0], column : column + self._block[1]]
+        loaded[: found.shape[0], : found.shape[1]] = found
+        return loaded.view(Block)
+
+
 def _value(argument: Any) -> Any:
+    if isinstance(argument, Descriptor):
+        return argument
     if isinstance(argument, Tensor):
         return Pointer(argument.numpy().reshape(-1), np.zeros(1, np.int64))
     kind = np.float32 if isinstance(argument, float) else np.int64
@@ -135,6 +162,13 @@ LANGUAGE = _module(
     multiple_of=_multiple_of,
     sqrt=np.sqrt,
     exp=np.exp,
+    log=np.log,
+    max=lambda values, axis: np.asarray(values.max(axis)).view(Block),
+    sum=lambda values, axis: np.asarray(values.sum(axis, values.dtype)).view(Block),
+    cumsum=lambda values, axis: values.cumsum(axis, values.dtype).view(Block),
+    dot=lambda left, right, total, **_: (np.asarray(left) @ np.asarray(right) + total).view(Block),
+    cdiv=lambda a, b: -(-a // b),
+    range=lambda begin, end, step, **_: range(begin, end, step),
     zeros=lambda shape, dtype: _block(np.zeros(shape), dtype),
     static_range=range,
     interleave=lambda one, other: np.stack([one, other], -1).reshape(-1).view(Block),
@@ -162,7 +196,9 @@ TRITON = _module(
 def kernel_on_cpu(package: ModuleType = echelon.nn.dropout, module: str = "kernel") -> Iterator[Any]:
     """The module of a kernel, as if Triton were this."""
     name = f"{package.__name__}.{module}"
-    with patch.dict(sys.modules, {"triton": TRITON, "triton.language": LANGUAGE}):
+    descriptors = _module("triton.tools.tensor_descriptor", TensorDescriptor=Descriptor)
+    modules = {"triton": TRITON, "triton.language": LANGUAGE, "triton.tools": _module("triton.tools")}
+    with patch.dict(sys.modules, modules | {descriptors.__name__: descriptors}):
         sys.modules.pop(name, None)
         before = vars(package).pop(module, None)
         try:

@@ -15,8 +15,9 @@ def test_rows_go_to_experts_and_back(tokens: int, width: int) -> None:
     x, indices = torch.randn(tokens, width, generator=generator), torch.randint(5, (tokens, 2))
     slots = sort_slots(indices, 5)
     with kernel_on_cpu(echelon.nn.experts, "kernels") as kernels:
-        rows = kernels.gather_rows(x, slots.order, 2)
-        total = kernels.sum_slots(rows, slots.inverse.view(tokens, 2))
+        rows = kernels.gather_rows(x, slots.inverse, 2 * tokens)
+        assert torch.equal(kernels.gather_rows(x, slots.inverse, tokens), rows[:tokens])
+        total = kernels.sum_slots(rows, slots.inverse)
     assert torch.equal(rows, x[slots.order // 2])
     torch.testing.assert_close(total, 2 * x)
 

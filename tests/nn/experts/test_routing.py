@@ -97,7 +97,7 @@ def test_balancing_losses() -> None:
     assert row.shape == (2, 3, 4)
     assert row.sum(-1)[0, 0].item() == pytest.approx(math.log(4) ** 2)
     unweighted = z_row(torch.ones(2, 3, 4), 0.0)
-    assert (unweighted.shape, unweighted.any().item()) == ((2, 3, 4), False)
+    assert (unweighted.shape, unweighted.any().item()) == ((1, 1, 4), False)
 
 
 def test_capacities() -> None:

@@ -129,7 +129,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
     for module in (compute, rows):
-        monkeypatch.setattr(module, "kernels_for", lambda _: made)
+        monkeypatch.setattr(module, "kernels_for", lambda *_, **__: made)
     return made
 
 
@@ -145,7 +145,7 @@ def test_a_device_runs_kernels(kernels: Kernels) -> None:
     assert found == ["activate", "activation_gradients", "gather_rows", "sum_slots"]
     assert [call[0] for call in kernels.calls] == found
     assert kernels.calls[1][-1] is True
-    assert kernels.calls[2][-1] == 2, "slots of a token"
+    assert kernels.calls[2][-1] == 4, "rows"
 
 
 @pytest.mark.parametrize("num_experts", [1000, 1001])

@@ -602,7 +602,8 @@ def test_host_bytes_are_known_before_they_are_taken() -> None:
     [
         ("precision=fp64 offload=optimizer", 8, 8),
         ("precision=fp64 offload=optimizer delay=1", 8, 8),
-        ("precision=bf16 offload=optimizer update=backward", 4, 2),
+        ("precision=bf16 offload=optimizer update=backward", 2, 2),
+        ("precision=bf16 microbatches=2 offload=optimizer update=last-backward", 4, 2),
         ("precision=bf16 gradients=same offload=optimizer", 2, 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""Triton kernels of expert layers: what happens to rows, and their products with the matrices of experts.
+"""Triton kernels of expert layers: what happens to rows; products are in `product_kernels.py`.
 
 Each kernel reads and writes memory once, and adds up in float32. The number of rows changes from call to
 call, so no kernel is compiled for one of them. Import this only where Triton is installed.
@@ -12,7 +12,6 @@ from torch import Tensor
 from echelon.nn.triton_support import on_device_of
 
 _MOST_COLUMNS = 2048  # of a row, in a program
-_GATHERED_ELEMENTS = 8192  # in a program
 _ROWS, _COLUMNS = 16, 128  # of a tile of an activation
 _CLEARED_ROWS, _CLEARED_ELEMENTS, _CLEARING_PROGRAMS = 64, 4096, 64
 
@@ -20,29 +19,33 @@ _NONE, _SWIGLU, _GELU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _FUNCTIONS = {"none": 0, "swiglu": 1, "gelu": 2}
 
 
-def gather_rows(x: Tensor, order: Tensor, k: int) -> Tensor:
-    width = x.shape[1]
-    rows = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
+def gather_rows(x: Tensor, inverse: Tensor, num_rows: int) -> Tensor:
+    """Return the first `num_rows` of all sorted rows.
+
+    Each token is read once, and written to the rows of its slots. To read in the order of rows would read it
+    for each of them, from memory: caches do not hold all tokens.
+    """
+    (tokens, k), width = inverse.shape, x.shape[1]
+    rows = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     columns = min(_MOST_COLUMNS, triton.next_power_of_2(width))
-    per_program = _GATHERED_ELEMENTS // columns
-    grid = (triton.cdiv(len(order), per_program), triton.cdiv(width, columns))
     with on_device_of(x):
-        _gather_rows[grid](
-            x, order, rows, len(order), width, k, per_program=per_program, columns=columns, num_warps=8
+        _gather_rows[(tokens, triton.cdiv(width, columns))](
+            x, inverse, rows, num_rows, width, k=k, columns=columns, num_warps=4
         )
     return rows
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator, unused-ignore]
 def _gather_rows(  # type: ignore[no-untyped-def]
-    x, order, rows, num_rows, width, k, per_program: tl.constexpr, columns: tl.constexpr
+    x, inverse, rows, num_rows, width, k: tl.constexpr, columns: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64) * per_program + tl.arange(0, per_program)
-    token = tl.load(order + row, mask=row < num_rows, other=0) // k
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    values = tl.load(x + token[:, None] * width + column[None, :], mask=inside)
-    tl.store(rows + row[:, None] * width + column[None, :], values, mask=inside)
+    inside = column < width
+    values = tl.load(x + token * width + column, mask=inside)
+    for slot in tl.static_range(k):
+        row = tl.load(inverse + token * k + slot)
+        tl.store(rows + row * width + column, values, mask=inside & (row < num_rows))
 
 
 def sum_slots(rows: Tensor, inverse: Tensor) -> Tensor:
@@ -214,123 +217,3 @@ def _clear_empty(products, ends, size, programs: tl.constexpr, tile: tl.constexp
         for start in range(tl.program_id(1) * tile, size, programs * tile):
             place = start + tl.arange(0, tile)
             tl.store(target + place, tl.zeros([tile], dtype=products.dtype.element_ty), mask=place < size)
-
-
-# Grouped products, where torch has none that stays on the device: float16, float32, and sizes that its own
-# does not take.
-#
-#     multiply    a program has a tile of the rows of one expert, times some columns of its matrix
-#     outer       a program has a tile of the product of one expert, and goes through its rows
-
-
-def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return the product; rows that belong to no expert are not written."""
-    experts, inner, outer_size = matrices.shape
-    product = torch.empty(len(rows), outer_size, dtype=rows.dtype, device=rows.device)
-    tile, depth = _sizes(rows.dtype)
-    row_tiles = triton.cdiv(len(rows), tile) + experts  # the last tile of each expert may be partly empty
-    column_tiles = triton.cdiv(outer_size, tile)
-    with on_device_of(rows):
-        _multiply[(row_tiles * column_tiles,)](
-            rows, matrices, product, ends, experts, inner, outer_size, column_tiles, *matrices.stride(),
-            all_experts=triton.next_power_of_2(experts), tile=tile, depth=depth,
-            precision=_precision(), num_warps=4,
-        )  # fmt: skip
-    return product
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _multiply(  # type: ignore[no-untyped-def]
-    rows, matrices, product, ends, experts, inner, outer_size, column_tiles,
-    matrix_stride, inner_stride, outer_stride,
-    all_experts: tl.constexpr, tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
-    row_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    number = tl.arange(0, all_experts)
-    end = tl.load(ends + number, mask=number < experts, other=0)
-    begin = tl.load(ends + number - 1, mask=(number > 0) & (number < experts), other=0)
-    tiles = (end - begin + tile - 1) // tile
-    last_tile = tl.cumsum(tiles, axis=0)
-    expert = tl.sum((last_tile <= row_tile).to(tl.int32), axis=0)
-    if expert < experts:
-        chosen = number == expert
-        first_tile = tl.sum(tl.where(chosen, last_tile - tiles, 0), axis=0)
-        first_row = tl.sum(tl.where(chosen, begin, 0), axis=0)
-        end_row = tl.sum(tl.where(chosen, end, 0), axis=0)
-        row = (first_row + (row_tile - first_tile) * tile + tl.arange(0, tile)).to(tl.int64)
-        column = column_tile * tile + tl.arange(0, tile)
-        matrix = matrices + expert.to(tl.int64) * matrix_stride
-        total = tl.zeros([tile, tile], dtype=tl.float32)
-        for start in range(0, inner, depth):
-            place = start + tl.arange(0, depth)
-            left = tl.load(
-                rows + row[:, None] * inner + place[None, :],
-                mask=(row < end_row)[:, None] & (place < inner)[None, :],
-                other=0.0,
-            )
-            right = tl.load(
-                matrix + place[:, None] * inner_stride + column[None, :] * outer_stride,
-                mask=(place < inner)[:, None] & (column < outer_size)[None, :],
-                other=0.0,
-            )
-            total = tl.dot(left, right, total, input_precision=precision)
-        tl.store(
-            product + row[:, None] * outer_size + column[None, :],
-            total.to(product.dtype.element_ty),
-            mask=(row < end_row)[:, None] & (column < outer_size)[None, :],
-        )
-
-
-def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    experts, height, width = len(ends), left.shape[1], right.shape[1]
-    product = torch.empty(experts, height, width, dtype=left.dtype, device=left.device)
-    tile, depth = _sizes(left.dtype)
-    tiles = triton.cdiv(height, tile) * triton.cdiv(width, tile)
-    with on_device_of(left):
-        _outer[(experts * tiles,)](
-            left, right, product, ends, height, width, tiles, triton.cdiv(width, tile),
-            tile=tile, depth=depth, precision=_precision(), num_warps=4,
-        )  # fmt: skip
-    return product
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _outer(  # type: ignore[no-untyped-def]
-    left, right, product, ends, height, width, tiles, column_tiles,
-    tile: tl.constexpr, depth: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
-    expert, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
-    line = (place // column_tiles) * tile + tl.arange(0, tile)
-    column = (place % column_tiles) * tile + tl.arange(0, tile)
-    total = tl.zeros([tile, tile], dtype=tl.float32)
-    for start in range(begin, end, depth):
-        row = (start + tl.arange(0, depth)).to(tl.int64)
-        one = tl.load(
-            left + row[None, :] * height + line[:, None],
-            mask=(row < end)[None, :] & (line < height)[:, None],
-            other=0.0,
-        )
-        other = tl.load(
-            right + row[:, None] * width + column[None, :],
-            mask=(row < end)[:, None] & (column < width)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(one, other, total, input_precision=precision)
-    target = product + expert.to(tl.int64) * height * width
-    tl.store(
-        target + line[:, None] * width + column[None, :],
-        total.to(product.dtype.element_ty),
-        mask=(line < height)[:, None] & (column < width)[None, :],
-    )
-
-
-def _sizes(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the rows and columns of a tile of the product, and the depth of the tiles it is made of."""
-    return (64, 32) if dtype == torch.float32 else (128, 32)
-
-
-def _precision() -> str:
-    """Return how torch multiplies float32, in Triton's words."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -25,6 +25,7 @@ from echelon.nn.autograd.second_run import once
 from echelon.nn.dropout.training_position import check_samples
 from echelon.nn.experts.gate import Gate, Routing, router_dtype
 from echelon.nn.experts.recording import record
+from echelon.nn.experts.rows import kernels_for
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -97,12 +98,62 @@ class Choice(NamedTuple):
     probabilities: Tensor
 
 
+_MOST_CHOSEN, _MOST_SCORES = 16, 1024  # that a kernel goes through one by one
+
+
+def _gate_kernels(scores: Tensor, count: int) -> Any:
+    """Return the kernels for the choice of `count` of scores, or None: torch operations do the same."""
+    if count > _MOST_CHOSEN or scores.shape[-1] > _MOST_SCORES:
+        return None
+    return kernels_for(scores, (torch.float32,), "gate_kernels")
+
+
 def largest(scores: Tensor, count: int) -> Tensor:
     """Return the indices of the `count` largest, in order; of equal ones the first, on every device.
 
-    topk would be faster, and may choose another of two equal scores on another device or in another shape.
+    topk may choose another of two equal scores on another device or in another shape.
     """
+    kernels = _gate_kernels(scores, count)
+    if kernels is not None:
+        indices: Tensor = kernels.largest(scores.detach().reshape(-1, scores.shape[-1]), count)
+        return indices.view(*scores.shape[:-1], count)
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def top_softmax(logits: Tensor, count: int, *, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return softmax(logits), indices of the `count` largest, and these, with sum 1 if `normalize`."""
+    if _gate_kernels(logits, count) is not None:
+        function: Any = _TopSoftmax.apply
+        chosen: tuple[Tensor, Tensor, Tensor] = function(logits, count, normalize)
+        return chosen
+    probabilities = logits.softmax(-1)
+    indices = largest(probabilities, count)
+    weights = probabilities.gather(-1, indices)
+    return probabilities, indices, weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+class _TopSoftmax(torch.autograd.Function):
+    """One kernel forward, and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, count: int, normalize: bool) -> tuple[Tensor, ...]:
+        rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+        found: tuple[Tensor, ...] = _gate_kernels(rows, count).top_softmax(rows, count, normalize)
+        ctx.save_for_backward(*found)
+        ctx.mark_non_differentiable(found[1])
+        ctx.set_materialize_grads(False)
+        ctx.normalize = normalize
+        return tuple(each.view(*logits.shape[:-1], -1) for each in found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        found = ctx.saved_tensors
+        given = (None if each is None else each.contiguous() for each in (gradients[0], gradients[2]))
+        kernels = _gate_kernels(found[0], found[1].shape[1])
+        gradient: Tensor = kernels.top_softmax_gradient(*given, *found, ctx.normalize)
+        shape = next(each.shape[:-1] for each in (gradients[0], gradients[2]) if each is not None)
+        return gradient.view(*shape, -1), None, None
 
 
 def finish(gate: Gate, x: Tensor, choice: Choice, rows: Sequence[Tensor] = ()) -> Routing:
@@ -116,12 +167,9 @@ def finish(gate: Gate, x: Tensor, choice: Choice, rows: Sequence[Tensor] = ()) -
         _check_positions(gate, x)
         # Ranks that share the sequence gather all choices: only the first of two runs may do that.
         kept = indices.masked_fill(once(partial(_late_slots, gate, indices)), none)
-    tokens = _count(indices, none)
+    tokens, entropy = _tokens_and_entropy(indices, choice, is_true)
     dropped = tokens - _count(kept, none) if gate.capacity is not None else torch.zeros_like(tokens)
-    # A logit that is infinite or no number makes its column none: such a step is refused.
-    entropy = torch.special.entr(choice.probabilities.detach()) + choice.logits.detach() * 0
-    sums = [_sum(row, is_true) for row in (entropy, *rows)]
-    statistics = torch.stack([tokens.to(entropy.dtype), dropped.to(entropy.dtype), *sums])
+    statistics = torch.stack([tokens, dropped, entropy, *(_sum(row, is_true) for row in rows)])
     weights = choice.weights.masked_fill(kept == none, 0.0).flatten(0, 1)
     return Routing(kept.flatten(0, 1), record(gate, weights, statistics).to(x.dtype))
 
@@ -142,6 +190,22 @@ def _check_positions(gate: Gate, x: Tensor) -> None:
             f"{list(x.shape)} has none; give it [samples, positions, width], or use capacity=None"
         )
     check_samples(f"capacity={gate.capacity}", x.shape)
+
+
+@torch.no_grad()
+def _tokens_and_entropy(
+    indices: Tensor, choice: Choice, is_true: Tensor | None
+) -> tuple[Tensor, Tensor] | list[Tensor]:
+    """Return the slots of each expert, and its share in the entropy. A logit that is infinite or no number
+    makes its column none: such a step is refused."""
+    probabilities, logits = choice.probabilities, choice.logits
+    kernels = _gate_kernels(logits, indices.shape[-1])
+    if kernels is not None and is_true is None:
+        rows = (each.flatten(0, 1).contiguous() for each in (indices, probabilities, logits))
+        sums: Tensor = kernels.statistics(*rows)
+        return list(sums.unbind(0))
+    entropy = _sum(torch.special.entr(probabilities) + logits * 0, is_true)
+    return _count(indices, logits.shape[-1]).to(entropy.dtype), entropy
 
 
 def _count(indices: Tensor, num_experts: int) -> Tensor:
@@ -174,8 +238,8 @@ def switch_balance(chosen: Tensor, probability: Tensor, num_tokens: Tensor) -> T
 def z_row(logits: Tensor, weight: float) -> Tensor:
     """Return the router z-loss of each token, (log Σ exp logits)², the same part in each column.
 
-    Zeros where the loss has no `weight`.
+    One row of zeros where the loss has no `weight`.
     """
     if not weight:
-        return torch.zeros_like(logits[..., :1]).expand_as(logits)
+        return logits.new_zeros(1, 1, logits.shape[-1])
     return (logits.logsumexp(-1, keepdim=True).square() / logits.shape[-1]).expand_as(logits)

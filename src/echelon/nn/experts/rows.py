@@ -14,8 +14,10 @@ token are summed in their order, so a sum is the same in every run. Nothing here
 `sort_weights`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +29,11 @@ from echelon.nn.triton_support import has_triton
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kernels_for(x: Tensor) -> Any:
-    """Return the module of kernels for `x`, or None: torch operations do the same."""
-    if not x.is_cuda or x.dtype not in _KERNEL_TYPES or x.numel() == 0 or not has_triton():
+def kernels_for(x: Tensor, types: Collection[torch.dtype] = _KERNEL_TYPES, module: str = "kernels") -> Any:
+    """Return a module of kernels for `x`, or None: torch operations do the same."""
+    if not x.is_cuda or x.dtype not in types or x.numel() == 0 or not has_triton():
         return None
-    from echelon.nn.experts import kernels  # imports Triton
-
-    return kernels
+    return import_module(f"echelon.nn.experts.{module}")  # which imports Triton
 
 
 class Slots(NamedTuple):
@@ -61,10 +61,10 @@ def ends_of(counts: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, slots: Slots) -> Tensor:
     """Gather the row of the token of each slot [slots, width], sorted."""
-    kernels, k = kernels_for(x), slots.inverse.shape[1]
+    kernels = kernels_for(x)
     if kernels is not None:
-        return kernels.gather_rows(x, slots.order, k)  # type: ignore[no-any-return]
-    return x.index_select(0, slots.order // k)
+        return kernels.gather_rows(x, slots.inverse, len(slots.order))  # type: ignore[no-any-return]
+    return x.index_select(0, slots.order // slots.inverse.shape[1])
 
 
 def sum_slots(rows: Tensor, slots: Slots) -> Tensor:
@@ -106,6 +106,8 @@ class _SortWeights(torch.autograd.Function):
 _ALIGNMENT = 16  # bytes, of the rows that torch's grouped product loads
 _CAPABILITIES = ((9, 0), (10, 0))  # of the devices for which torch has it
 _MOST_EXPERTS = 1000  # that it takes
+_HOPPER = (9, 0)
+_FEW, _DEPTH = 128, 64  # rows or columns for which tiles by TMA are too large; what they go through at a time
 
 
 def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -115,10 +117,13 @@ def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     kernels = kernels_for(rows)
     if kernels is None:
         return _multiply_by_loop(rows, matrices, ends)
-    if is_native(rows, matrices) and len(ends) <= _MOST_EXPERTS:
-        product: Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    tma = tma_kernels_for(rows, matrices, ends)
+    if tma is not None:
+        product: Tensor = tma.multiply(rows, matrices, ends)
+    elif is_native(rows, matrices) and len(ends) <= _MOST_EXPERTS:
+        product = F.grouped_mm(rows, matrices, offs=ends)
     else:
-        product = kernels.multiply(rows, matrices, ends)
+        product = kernels_for(rows, module="product_kernels").multiply(rows, matrices, ends)
     kernels.clear_tail(product, ends)
     return product
 
@@ -130,11 +135,41 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     kernels = kernels_for(left)
     if kernels is None:
         return _outer_by_loop(left, right, ends)
+    tma = tma_kernels_for(left, right, ends)
+    if tma is not None:
+        return tma.outer(left, right, ends)  # type: ignore[no-any-return]
     if is_native(left, right) and len(ends) <= _MOST_EXPERTS:
         product: Tensor = F.grouped_mm(left.t(), right, offs=ends)
         kernels.clear_empty(product, ends)  # torch leaves these as they were in memory
         return product
-    return kernels.outer(left, right, ends)  # type: ignore[no-any-return]
+    return kernels_for(left, module="product_kernels").outer(left, right, ends)  # type: ignore[no-any-return]
+
+
+def clear_tails(ends: Tensor, *products: Tensor | None) -> None:
+    """Write 0 into the rows of products on a device that belong to no expert."""
+    for product in products:
+        if product is not None:
+            kernels_for(product).clear_tail(product, ends)
+
+
+def tma_kernels_for(rows: Tensor, other: Tensor, ends: Tensor) -> Any:
+    """Return the kernels that compute products of `rows` and matrices, or other rows, by TMA, or None: for
+    few rows or columns torch has smaller tiles."""
+    if min(len(rows) // len(ends), rows.shape[1], other.shape[-1]) <= _FEW or len(ends) > _MOST_EXPERTS:
+        return None
+    if not is_native(rows, other) or _capability(rows.device) != _HOPPER or not _has_descriptors():
+        return None
+    if not rows.is_contiguous() or (other.ndim == 2 and not other.is_contiguous()):
+        return None
+    if other.ndim == 3 and other.stride(2) == 1 and other.shape[1] % _DEPTH:
+        return None  # a tile would reach into the next matrix, whose numbers may be infinite
+    return kernels_for(rows, module="tma_kernels")
+
+
+@cache
+def _has_descriptors() -> bool:
+    """Return whether this Triton has descriptors of tensors that a launch takes."""
+    return has_triton() and find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def is_native(*operands: Tensor) -> bool:

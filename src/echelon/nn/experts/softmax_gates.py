@@ -24,9 +24,9 @@ from echelon.nn.experts.routing import (
     Choice,
     capacity_of,
     finish,
-    largest,
     router_logits,
     switch_balance,
+    top_softmax,
     z_row,
 )
 
@@ -70,16 +70,13 @@ class SoftmaxRouter(Gate):
 
     def route(self, x: Tensor) -> Routing:
         logits = router_logits(self._jittered(as_samples(x)), self.weight)
-        probabilities = logits.softmax(-1)
-        indices, weights, rows = self._choose(probabilities)
+        probabilities, indices, weights, rows = self._choose(logits)
         choice = Choice(indices, weights, logits, probabilities)
         return finish(self, x, choice, [probabilities, z_row(logits, self.z_loss), *rows])
 
-    def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """Return the experts of each token, their weights, and further rows of statistics."""
-        indices = largest(probabilities, self.top_k)
-        weights = probabilities.gather(-1, indices)
-        return indices, weights / weights.sum(-1, keepdim=True) if self.normalize else weights, ()
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        """Return probabilities, the experts of each token, their weights, and further rows of statistics."""
+        return *top_softmax(logits, self.top_k, normalize=self.normalize), ()
 
     def _jittered(self, x: Tensor) -> Tensor:
         """In training, multiply each input of the router by a number from 1 − jitter to 1 + jitter."""
@@ -169,14 +166,14 @@ class GShardGate(SoftmaxRouter):
         super().__init__(width, num_experts, 2, balance=balance, z_loss=z_loss, capacity=capacity)
         self.noise = KeyedNoise()
 
-    def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        indices, weights, _ = super()._choose(probabilities)
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        probabilities, indices, weights, _ = super()._choose(logits)
         first_choice, second = indices.split(1, -1)
         first = torch.zeros_like(probabilities).scatter_(-1, first_choice, 1.0)
         if self.training:
             second = second.masked_fill(~self._uses_second(weights[..., 1:].detach()), self.num_experts)
             indices = torch.cat([first_choice, second], -1)
-        return indices, weights, [first]
+        return probabilities, indices, weights, [first]
 
     def _uses_second(self, weight: Tensor) -> Tensor:
         return 2 * weight > self._uniform(weight)
@@ -217,11 +214,12 @@ class ExpertChoiceGate(SoftmaxRouter):
         check_samples("ExpertChoiceGate: the choice of experts", x.shape)
         return super().route(x)
 
-    def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
+        probabilities = logits.softmax(-1)
         # Ranks that share the sequence gather all scores: only the first of two runs may do that.
         is_chosen = once(partial(self._choose_tokens, probabilities.detach()))
         experts = torch.arange(self.num_experts, device=probabilities.device).expand_as(probabilities)
-        return experts.masked_fill(~is_chosen, self.num_experts), probabilities, ()
+        return probabilities, experts.masked_fill(~is_chosen, self.num_experts), probabilities, ()
 
     def _choose_tokens(self, scores: Tensor) -> Tensor:
         """Return which experts take which tokens, [samples, positions, experts]."""

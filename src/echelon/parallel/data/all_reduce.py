@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from echelon.collectives import Handle
-from echelon.parallel.data.buckets import Bucket, UnitBucket, fill_buckets, gradient_dtype
+from echelon.parallel.data.buckets import (
+    Bucket,
+    UnitBucket,
+    convert_gradients,
+    fill_buckets,
+    gradient_dtype,
+)
 from echelon.parallel.data.parameter_set import ParameterSet
 from echelon.parallel.data.reducer import Reducer, UsedParameters
 from echelon.parallel.data.sharing import Sharing, Storages, local_gradients, whole_parameters
@@ -211,8 +217,22 @@ class UnitAllReduce(WholeGradients):
             unit.drop()
 
     def keep_products(self, used_once: Set[Tensor]) -> None:
-        if not self._is_single:  # whose gradients add up where autograd has put them
+        if not self._is_single:
             super().keep_products(used_once)
+        elif self.updates_products:  # as they are; so are sums over other ranks made of some later on
+            super().keep_products(used_once - self.parameter_set.summed_later)
+
+    def start_backward(self, *, last: bool) -> None:
+        self._convert_gradients()
+        super().start_backward(last=last)
+
+    def start_early_backward(self) -> None:
+        self._convert_gradients()
+        super().start_early_backward()
+
+    def _convert_gradients(self) -> None:
+        if self._is_single:  # no buffer of their own: autograd adds to them
+            convert_gradients(self._kept)
 
     def reduce(self) -> None:
         self.start_reductions()

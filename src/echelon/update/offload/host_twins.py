@@ -10,6 +10,7 @@ Twins have memory from the first update on. Until then they are what the weights
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from echelon.collectives import HostBoundary
 from echelon.parallel.data.zero.host_weights import HostRun
 from echelon.state.ownership import LocalParameter
+from echelon.update.offload.host_adam import Scratch
 from echelon.update.precision.flat_memory import views_like, without_memory
 from echelon.update.precision.rounding import KeyedRounding, Placement
 from echelon.update.precision.stepper import follow
@@ -131,12 +133,20 @@ class HostTwins:
                 follow(twin.updated.detach(), twin.weights)
 
     def update(
-        self, twins: Sequence[Twin], gradients: Sequence[Tensor], call: Callable[[], None], number: int
+        self,
+        twins: Sequence[Twin],
+        gradients: Sequence[Tensor],
+        call: Callable[[], None],
+        number: int,
+        in_portions: Callable[[Sequence[Tensor], Sequence[Tensor], Scratch], bool] = lambda *_: False,
     ) -> None:
-        """Let `call` make update `number` of twins; then `weights` have the new values."""
-        targets = [twin.updated for twin in twins]
+        """Let `call` make update `number` of twins; then `weights` have the new values. `in_portions` makes
+        that of masters and their weights in another way, or returns False."""
+        weights, targets = [twin.weights for twin in twins], [twin.updated for twin in twins]
+        if self.has_masters and in_portions(gradients, weights, partial(self._reuse, "gradients")):
+            return
         if self._rounding is not None and twins:  # ranks that talk in an update all call, also with nothing
-            copies = self._in_scratch("weights", twins, [twin.weights for twin in twins])
+            copies = self._in_scratch("weights", twins, weights)
             for target, copy in zip(targets, copies, strict=True):
                 target.data = copy
         if self._in_float32 and any(gradient.dtype != torch.float32 for gradient in gradients):
@@ -161,15 +171,15 @@ class HostTwins:
 
     def _in_scratch(self, use: str, twins: Sequence[Twin], values: Sequence[Tensor]) -> list[Tensor]:
         """Float32 copies, in memory that is used again."""
-
-        def reuse(size: int, dtype: torch.dtype) -> Tensor:
-            if use not in self._scratch or len(self._scratch[use]) < size:
-                self._scratch[use] = torch.empty(size, dtype=dtype)
-            return self._scratch[use]
-
-        _, copies = views_like([twin.local.tensor for twin in twins], torch.float32, reuse)
+        like = [twin.local.tensor for twin in twins]
+        _, copies = views_like(like, torch.float32, partial(self._reuse, use))
         torch._foreach_copy_(copies, list(values))
         return copies
+
+    def _reuse(self, use: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        if use not in self._scratch or len(self._scratch[use]) < size:
+            self._scratch[use] = torch.empty(size, dtype=dtype)
+        return self._scratch[use]
 
     # What it takes.
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from echelon.collectives import HostBoundary
 from echelon.errors import UserError
+from echelon.update.offload.host_adam import Scratch, update_in_portions
 from echelon.update.optim.needs import inner_optimizers
 from echelon.update.optim.sum_optimizer import SumOptimizer
 from echelon.update.precision.optimizer_call import make_momentum, may_fuse, restricted
@@ -218,6 +219,12 @@ class HostCall:
         for each in inner_optimizers(self._optimizer):
             _update(each, factor)
 
+    def in_portions(
+        self, factor: float, gradients: Sequence[Tensor], weights: Sequence[Tensor], scratch: Scratch
+    ) -> bool:
+        """The same of masters, from which `weights` are rounded. False: nothing has changed."""
+        return update_in_portions(self._optimizer, self._parameters, gradients, weights, factor, scratch)
+
 
 @final
 class DirectCall:
@@ -230,6 +237,9 @@ class DirectCall:
         _scale([p.grad for p in self._parameters if p.grad is not None], factor)
         with restricted(self._optimizer, self._parameters):
             self._optimizer.step()
+
+    def in_portions(self, *_: Any) -> bool:
+        return False
 
 
 def runs_beside(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,6 +14,7 @@ device computes step t + 1 with the weights of before, while the host updates.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -147,7 +148,8 @@ class HostStepper(LocalStepper):
                 self._twins.follow(new)
                 factor, skip = numbers.wait()
                 if not skip:
-                    self._twins.update(twins, gradients, lambda: call(factor), number)
+                    in_portions = partial(call.in_portions, factor)
+                    self._twins.update(twins, gradients, lambda: call(factor), number, in_portions)
             finally:  # also after an error: the thread of the step may wait for room in the ring
                 ring.give_back()
             returning.send()

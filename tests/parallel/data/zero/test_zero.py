@@ -167,6 +167,23 @@ def test_new_weights_are_everywhere_when_publish_returns(level: int) -> None:
     assert [parameter.tolist() for parameter in model.parameters()] == [[[5.0, 5.0], [5.0, 5.0]]] * 2
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_are_shared_in_the_order_of_their_updates(level: int, in_backward: bool) -> None:
+    """A host updates them in the order of the next forward, or in that of the backward pass: to wait for the
+    last one first would hide nothing of the messages behind the others."""
+    group, model, shared = DeferredGroup(), ones(3), list[str]()
+    sharing = Zero(set_of(model, group), level, Wrapping(), in_backward=in_backward)
+    sharing.update_in_backward(lambda _: None)
+    sharing.expect_weights(lambda local: shared.extend(each.name for each in local))
+    sharing.start_step()
+    run_microbatch(sharing, model)
+    sharing.reduce()
+    sharing.publish()
+    names = [name for name, _ in model.named_parameters()]
+    assert shared == (names[::-1] if in_backward else names)
+
+
 def test_at_level_3_the_next_step_gathers_the_new_weights() -> None:
     """What was gathered ahead and not used holds the weights of before."""
     group, model = DeferredGroup(), ones(2)

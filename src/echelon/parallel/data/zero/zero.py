@@ -207,9 +207,11 @@ class Zero(Sharing, UnitOwner):
             self.residency.reset()  # what was gathered ahead and not used holds the weights of before
         if self._agreement is not None:
             self._agreement.close()
-        self._share_resident([flat for flat in self._reduced if flat.resident])
+        # In the order of their updates: on a host the later ones go on while ranks share the earlier ones.
+        updated = self._reduced if self._in_backward else sorted(self._reduced, key=self._flats.__getitem__)
+        self._share_resident([flat for flat in updated if flat.resident])
         if self._updates_on_host:
-            self._share_offloaded([unit for unit in self._host_units if unit.trainable])
+            self._share_offloaded([flat for flat in updated if isinstance(flat, HostUnit)])
         if self._in_backward:
             for _, local in self._local:
                 local.tensor.grad = None
