@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
-from echelon.cli.plan_view import show_prediction, show_question, show_search
+from echelon.cli.plan_view import show_errors, show_prediction, show_question, show_search
 from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.quantities import show_bytes, show_seconds
@@ -226,13 +226,7 @@ def _validate(path: Path, as_json: bool) -> None:
     sources = validate(path)
     if as_json:
         print_json({"sources": {name: errors.to_dict() for name, errors in sources.items()}})
-    table = Table("source", "rows", "refused", "mean", "median", "largest", "memory, mean")
-    for name, errors in sources.items():
-        values = errors.to_dict()
-        shares = ("mean_error", "median_error", "max_error", "memory_mean_error")
-        cells = ["" if values[share] is None else f"{values[share]:.1%}" for share in shares]
-        table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
-    console(as_json).print(table)
+    show_errors(sources, console(as_json))
 
 
 _HELD = ("parameters", "gradients", "optimizer", "activations", "buffers")

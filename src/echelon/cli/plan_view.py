@@ -1,5 +1,6 @@
 """What `echelon plan` prints for a person: predictions and the plans of a search, in 80 columns."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from echelon.planner.foresight.prediction import Prediction
     from echelon.planner.searching.search import Found, SearchResult
     from echelon.planner.shape.shape import ModelShape
+    from echelon.planner.validate.report import SourceErrors
 
 
 def show_question(
@@ -77,6 +79,17 @@ def show_search(result: "SearchResult", screen: Console) -> None:
         screen.print(f"{count:,} plans cut: {reason}", markup=False)
     if common:  # in one line, to be copied
         screen.print(f"The first, in full: {best[0].plan}", markup=False, soft_wrap=True)
+
+
+def show_errors(sources: Mapping[str, "SourceErrors"], screen: Console) -> None:
+    """Print a row per source: errors of step times, and the mean of peaks where they were measured."""
+    table = _table("source", "rows", "refused", "mean", "median", "largest", "memory")
+    for name, errors in sources.items():
+        values = errors.to_dict()
+        shares = ("mean_error", "median_error", "max_error", "memory_mean_error")
+        cells = ["" if values[share] is None else f"{values[share]:.1%}" for share in shares]
+        table.add_row(Text(name), str(values["rows"]), str(values["refused"]), *cells)
+    screen.print(table)
 
 
 def _common_words(best: tuple["Found", ...]) -> list[str]:
