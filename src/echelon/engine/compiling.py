@@ -19,6 +19,7 @@ from echelon.nn.draws.sample_draws import not_intercepted
 from echelon.nn.dropout.modules import KeyedDropout, draw_ahead, is_keyed
 from echelon.nn.experts import gates_of
 from echelon.nn.huggingface.adapters import reason_not_passed_on
+from echelon.nn.huggingface.layers import DecoderLayer
 from echelon.nn.huggingface.modules import blocks_in, has_cache, makes_cache, without_cache
 from echelon.nn.layering import around_layers, called_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
@@ -75,7 +76,7 @@ def compiler_options(plan: Plan) -> dict[str, Any] | None:
 def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
     """Return what is compiled of a stage: its layers; or those that its own forward calls, and what is beside
     them; or the module, if no layers are known."""
-    modules = stage.wrapped_layers(plan)
+    modules = [_traced(layer, plan) for layer in stage.wrapped_layers(plan)]
     if modules == [stage.module] and not reason_not_passed_on(stage.module):
         called = called_layers(stage.module)
         blocks = blocks_in(stage.module) if called is None else called.layers
@@ -84,6 +85,13 @@ def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
             chosen = {*filter(_can_fuse, _members(beside)), *blocks}
             modules = [module for module in stage.module.modules() if module in chosen]
     return [module for module in dict.fromkeys(modules) if not is_keyed(module)]  # a dropout alone
+
+
+def _traced(layer: nn.Module, plan: Plan) -> nn.Module:
+    """Return what is compiled of a layer: of a decoder layer of transformers the block, and not what makes
+    its mask and positions. When traced, transformers makes every mask whole, also one that attention does
+    not need and is twice as slow with. Where ranks share a sequence there is no mask."""
+    return layer.block if isinstance(layer, DecoderLayer) and plan.context == 1 else layer
 
 
 def _members(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
