@@ -5,13 +5,13 @@ and its names, parameters and state are what they were. Layers of one class shar
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.layer_compiler import LayerCompiler
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory.recompute.selective import not_watched
@@ -24,6 +24,7 @@ from echelon.nn.huggingface.modules import blocks_in, has_cache, makes_cache, wi
 from echelon.nn.layering import around_layers, called_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
+from echelon.parallel.data.grad_accumulation import hook_before
 from echelon.parallel.stage import Stage
 from echelon.parallel.tensor.modules import prepare_compiling
 from echelon.plan import Plan
@@ -38,30 +39,31 @@ _LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
 _SAME_KERNELS = {"deterministic": True}
 
 
-# recompute=selective: the share of the bytes that a layer would keep. The compiler computes again what is
-# pointwise, and then the products that cost least, until it keeps no more. Layers take these in turn: one GPT
-# block keeps 9 of 16 widths, with a product that runs again, the next one 10, without.
-_KEPT_SHARES = (0.58, 0.63)
-
-
-def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> None:
+def compile_layers(
+    stages: Iterable[Stage], plan: Plan, wrapping: Wrapping, *, adds_products: bool = False
+) -> None:
     """If the plan says so, compile the `compiled_modules` of the stages, each by itself. Tensor ranks compute
     gradients of weights that are not split each for itself. These must be the same to the last bit, or the
-    weights drift apart: they take the same kernels."""
+    weights drift apart: they take the same kernels. `adds_products`: to the gradients of matrices."""
     if not plan.compile:
         return
     _check_compiler()
     options = compiler_options(plan)
-    compilers: list[SelectiveCompiler | None] = [None]
-    if plan.recompute == "selective":
-        compilers = [SelectiveCompiler(options, share) for share in _KEPT_SHARES]
+    compilers: list[LayerCompiler | None] = (
+        [LayerCompiler(options, adds_products)] if adds_products else [None]
+    )
+    if plan.recompute == "selective":  # of every second layer, products run again
+        compilers = [
+            LayerCompiler(options, adds_products, keeps_less=True, repeats_products=repeats)
+            for repeats in (True, False)
+        ]
     in_turn = cycle(compilers)
     for stage in stages:
         for module in compiled_modules(stage, plan):
             wrapping.wrap(CompiledForward(module, options, next(in_turn)))
             for parameter in module.parameters():
                 if parameter.requires_grad:
-                    wrapping.hold("compile", module, parameter.register_hook(own_memory))
+                    wrapping.hold("compile", module, hook_before(parameter, own_memory))
         for module in filter(makes_cache, stage.module.modules()):
             # A layer that writes to a cache does so by its number, and each would be compiled for its own.
             wrapping.before("compile", module, without_cache, with_kwargs=True)
@@ -106,11 +108,11 @@ def _can_fuse(module: nn.Module) -> bool:
     return type(module) not in (nn.Linear, nn.Embedding) and any(True for _ in module.parameters())
 
 
-def own_memory(gradient: Tensor) -> Tensor | None:
+def own_memory(gradient: Tensor | None) -> Tensor | None:
     """A copy of a gradient that shares its memory. The compiler may return views of one tensor as gradients
     of several parameters (a class token and position embeddings of one sample), and autograd keeps them
     without a copy: what is added to one, or scales it, would change the other."""
-    if gradient.layout != torch.strided:
+    if gradient is None or gradient.layout != torch.strided:
         return None
     storage = gradient.untyped_storage()  # a user of its own
     return gradient.clone() if torch._C._storage_Use_Count(storage._cdata) > 2 else None
@@ -126,7 +128,7 @@ class CompiledForward(Wrapper):
     entry = "compile"
 
     def __init__(
-        self, module: nn.Module, options: dict[str, Any] | None, compiler: "SelectiveCompiler | None" = None
+        self, module: nn.Module, options: dict[str, Any] | None, compiler: LayerCompiler | None = None
     ) -> None:
         """`compiler`: in place of torch's own with these options."""
         super().__init__(module)
@@ -177,24 +179,6 @@ class EagerForward(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_call": None}
-
-
-@final
-@dataclass(frozen=True)
-class SelectiveCompiler:
-    """torch's compiler, which keeps less for the backward pass. Equal ones share what they have compiled."""
-
-    options: dict[str, Any] | None
-    kept_share: float
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx  # takes seconds to import
-
-        with torch._functorch.config.patch(activation_memory_budget=self.kept_share):
-            return compile_fx(graph, inputs, config_patches=self.options)
-
-    def __hash__(self) -> int:
-        return hash(SelectiveCompiler)
 
 
 def _check_compiler() -> None:
