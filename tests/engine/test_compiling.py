@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives.recording_group import RecordingGroup
-from echelon.engine.compiling import SelectiveCompiler, compile_layers
+from echelon.engine.compiling import compile_layers
+from echelon.engine.layer_compiler import LayerCompiler
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
@@ -85,8 +86,13 @@ def twelve(step: int) -> tuple[Tensor, Tensor]:
 @contextmanager
 def backend(name: str) -> Iterator[list[object]]:
     """Compile with another backend than torch's own; yields the options of each call, which are its own.
-    recompute=selective divides what it has recorded, as always, and runs it as it stands."""
-    compile_, asked = torch.compile, []
+    What a plan changes in graphs is changed, as always; then they run as they stand."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from echelon.engine.layer_passes import LayerPasses
+
+    compile_, lower_layer, asked = torch.compile, LayerCompiler.lower, []
 
     def compile_otherwise(
         function: Callable[..., object],
@@ -99,14 +105,27 @@ def backend(name: str) -> Iterator[list[object]]:
         given = options if name == "inductor" else None
         return compile_(function, backend=backend or name, options=given, fullgraph=fullgraph)  # type: ignore[call-overload]
 
-    def divide(self: SelectiveCompiler, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=self.kept_share):
-            return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
+    def divide(self: LayerCompiler, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if name == "inductor":
+            return lower_layer(self, graph, inputs)
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._inductor.decomposition import select_decomp_table
+
+        passes = LayerPasses(adds_products=self.adds_products, repeats_products=self.repeats_products)
+
+        def partition(joint: torch.fx.GraphModule, *args: Any, **options: Any) -> Any:
+            passes(joint.graph)
+            joint.recompile()
+            return min_cut_rematerialization_partition(joint, *args, **options)
+
+        compilers = dict.fromkeys(("fw_compiler", "bw_compiler"), boxed_nop)
+        table = select_decomp_table()
+        return aot_autograd(**compilers, partition_fn=partition, decompositions=table)(graph, inputs)
 
     def lower(self: LossCompiler, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         return torch._dynamo.lookup_backend(name)(graph, inputs)
 
-    selective = patch.object(SelectiveCompiler, "__call__", divide)
+    selective = patch.object(LayerCompiler, "lower", divide)
     loss = patch.object(LossCompiler, "lower", lower)
     with patch.object(torch, "compile", compile_otherwise), selective, loss:
         yield asked

@@ -5,13 +5,13 @@ and its names, parameters and state are what they were. Layers of one class shar
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.layer_compiler import LayerCompiler
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory.recompute.selective import not_watched
@@ -19,10 +19,12 @@ from echelon.nn.draws.sample_draws import not_intercepted
 from echelon.nn.dropout.modules import KeyedDropout, draw_ahead, is_keyed
 from echelon.nn.experts import gates_of
 from echelon.nn.huggingface.adapters import reason_not_passed_on
+from echelon.nn.huggingface.layers import DecoderLayer
 from echelon.nn.huggingface.modules import blocks_in, has_cache, makes_cache, without_cache
 from echelon.nn.layering import around_layers, called_layers
 from echelon.nn.wrapping import Wrapper, Wrapping, find_wrapper
 from echelon.parallel.data.buckets import gradient_dtype, without_gradients
+from echelon.parallel.data.grad_accumulation import hook_before
 from echelon.parallel.stage import Stage
 from echelon.parallel.tensor.modules import prepare_compiling
 from echelon.plan import Plan
@@ -37,30 +39,31 @@ _LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
 _SAME_KERNELS = {"deterministic": True}
 
 
-# recompute=selective: the share of the bytes that a layer would keep. The compiler computes again what is
-# pointwise, and then the products that cost least, until it keeps no more. Layers take these in turn: one GPT
-# block keeps 9 of 16 widths, with a product that runs again, the next one 10, without.
-_KEPT_SHARES = (0.58, 0.63)
-
-
-def compile_layers(stages: Iterable[Stage], plan: Plan, wrapping: Wrapping) -> None:
+def compile_layers(
+    stages: Iterable[Stage], plan: Plan, wrapping: Wrapping, *, adds_products: bool = False
+) -> None:
     """If the plan says so, compile the `compiled_modules` of the stages, each by itself. Tensor ranks compute
     gradients of weights that are not split each for itself. These must be the same to the last bit, or the
-    weights drift apart: they take the same kernels."""
+    weights drift apart: they take the same kernels. `adds_products`: to the gradients of matrices."""
     if not plan.compile:
         return
     _check_compiler()
     options = compiler_options(plan)
-    compilers: list[SelectiveCompiler | None] = [None]
-    if plan.recompute == "selective":
-        compilers = [SelectiveCompiler(options, share) for share in _KEPT_SHARES]
+    compilers: list[LayerCompiler | None] = (
+        [LayerCompiler(options, adds_products)] if adds_products else [None]
+    )
+    if plan.recompute == "selective":  # of every second layer, products run again
+        compilers = [
+            LayerCompiler(options, adds_products, keeps_less=True, repeats_products=repeats)
+            for repeats in (True, False)
+        ]
     in_turn = cycle(compilers)
     for stage in stages:
         for module in compiled_modules(stage, plan):
             wrapping.wrap(CompiledForward(module, options, next(in_turn)))
             for parameter in module.parameters():
                 if parameter.requires_grad:
-                    wrapping.hold("compile", module, parameter.register_hook(own_memory))
+                    wrapping.hold("compile", module, hook_before(parameter, own_memory))
         for module in filter(makes_cache, stage.module.modules()):
             # A layer that writes to a cache does so by its number, and each would be compiled for its own.
             wrapping.before("compile", module, without_cache, with_kwargs=True)
@@ -75,7 +78,7 @@ def compiler_options(plan: Plan) -> dict[str, Any] | None:
 def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
     """Return what is compiled of a stage: its layers; or those that its own forward calls, and what is beside
     them; or the module, if no layers are known."""
-    modules = stage.wrapped_layers(plan)
+    modules = [_traced(layer, plan) for layer in stage.wrapped_layers(plan)]
     if modules == [stage.module] and not reason_not_passed_on(stage.module):
         called = called_layers(stage.module)
         blocks = blocks_in(stage.module) if called is None else called.layers
@@ -84,6 +87,13 @@ def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
             chosen = {*filter(_can_fuse, _members(beside)), *blocks}
             modules = [module for module in stage.module.modules() if module in chosen]
     return [module for module in dict.fromkeys(modules) if not is_keyed(module)]  # a dropout alone
+
+
+def _traced(layer: nn.Module, plan: Plan) -> nn.Module:
+    """Return what is compiled of a layer: of a decoder layer of transformers the block, and not what makes
+    its mask and positions. When traced, transformers makes every mask whole, also one that attention does
+    not need and is twice as slow with. Where ranks share a sequence there is no mask."""
+    return layer.block if isinstance(layer, DecoderLayer) and plan.context == 1 else layer
 
 
 def _members(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -98,11 +108,11 @@ def _can_fuse(module: nn.Module) -> bool:
     return type(module) not in (nn.Linear, nn.Embedding) and any(True for _ in module.parameters())
 
 
-def own_memory(gradient: Tensor) -> Tensor | None:
+def own_memory(gradient: Tensor | None) -> Tensor | None:
     """A copy of a gradient that shares its memory. The compiler may return views of one tensor as gradients
     of several parameters (a class token and position embeddings of one sample), and autograd keeps them
     without a copy: what is added to one, or scales it, would change the other."""
-    if gradient.layout != torch.strided:
+    if gradient is None or gradient.layout != torch.strided:
         return None
     storage = gradient.untyped_storage()  # a user of its own
     return gradient.clone() if torch._C._storage_Use_Count(storage._cdata) > 2 else None
@@ -118,7 +128,7 @@ class CompiledForward(Wrapper):
     entry = "compile"
 
     def __init__(
-        self, module: nn.Module, options: dict[str, Any] | None, compiler: "SelectiveCompiler | None" = None
+        self, module: nn.Module, options: dict[str, Any] | None, compiler: LayerCompiler | None = None
     ) -> None:
         """`compiler`: in place of torch's own with these options."""
         super().__init__(module)
@@ -169,24 +179,6 @@ class EagerForward(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_call": None}
-
-
-@final
-@dataclass(frozen=True)
-class SelectiveCompiler:
-    """torch's compiler, which keeps less for the backward pass. Equal ones share what they have compiled."""
-
-    options: dict[str, Any] | None
-    kept_share: float
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx  # takes seconds to import
-
-        with torch._functorch.config.patch(activation_memory_budget=self.kept_share):
-            return compile_fx(graph, inputs, config_patches=self.options)
-
-    def __hash__(self) -> int:
-        return hash(SelectiveCompiler)
 
 
 def _check_compiler() -> None:

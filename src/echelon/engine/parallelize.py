@@ -17,7 +17,7 @@ from echelon.engine.compiling import compile_layers, compiler_options
 from echelon.engine.engine import Engine
 from echelon.engine.model_checks import accept_model
 from echelon.engine.setup import Setup
-from echelon.engine.sharing import accumulate_gradients, share_stages
+from echelon.engine.sharing import accumulate_gradients, adds_in_place, share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import fill, prepare, start_equal
 from echelon.engine.step.balance import GateList
@@ -134,7 +134,8 @@ def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping:
     """Wrap the layers of this rank's stages as the plan says, in this order from the inside outward; returns
     the memory savers that are to see its steps."""
     observers = Observers()
-    compile_layers(local.stages.values(), mesh.plan, wrapping)
+    adds = adds_in_place(local, mesh.plan)
+    compile_layers(local.stages.values(), mesh.plan, wrapping, adds_products=adds)
     accumulate_gradients(local, mesh.plan, wrapping)
     defer_logits(local, mesh.plan, layers, wrapping)
     compress_layers(list(local.stages.values()), mesh, wrapping, observers)

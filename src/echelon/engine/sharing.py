@@ -10,6 +10,7 @@ from echelon.engine.arguments import check_resident_bytes
 from echelon.engine.stage_split import StageSplit
 from echelon.engine.start import take_memory
 from echelon.nn.wrapping import Wrapping
+from echelon.parallel.data.added_products import accumulate_compiled
 from echelon.parallel.data.all_reduce import AllReduce, UnitAllReduce
 from echelon.parallel.data.batch_norm import check_worker_norms, synchronize_batch_norm
 from echelon.parallel.data.buffers import Buffers
@@ -155,10 +156,14 @@ def share(
     return AllReduce(parameter_set)
 
 
+def adds_in_place(local: LocalStages, plan: Plan) -> bool:
+    """Return whether several microbatches make one gradient, and one backward pass makes it."""
+    return plan.microbatches > 1 and plan.flushes and not local.program.halves
+
+
 def accumulate_gradients(local: LocalStages, plan: Plan, wrapping: Wrapping) -> None:
-    """Let large matrices add to their gradients in place, where several microbatches make one gradient and
-    one backward pass makes it; what is compiled goes its own way."""
-    if plan.compile or plan.microbatches == 1 or not plan.flushes or local.program.halves:
+    """Let large matrices add to their gradients in place."""
+    if not adds_in_place(local, plan):
         return
     for stage in local.stages.values():
         accumulations = {
@@ -167,4 +172,7 @@ def accumulate_gradients(local: LocalStages, plan: Plan, wrapping: Wrapping) -> 
             if sharing.accumulation is not None
             for _, parameter in sharing.parameter_set.trained
         }
-        accumulate_in_place(stage.module, accumulations, wrapping)
+        if plan.compile:
+            accumulate_compiled(accumulations)
+        else:
+            accumulate_in_place(stage.module, accumulations, wrapping)

@@ -88,7 +88,8 @@ def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:
     what they save."""
     own = set(model.modules())
     frees = plan.frees_weights or "activations" in plan.offload
-    by_units = plan.zero > 0 or plan.recompute != "none" or plan.compress != "none" or frees
+    runs_again = plan.recompute not in ("none", "selective")
+    by_units = plan.zero > 0 or runs_again or plan.compress != "none" or frees
     listed = not by_units or all(layer in own for layer in listed_layers(model))
     if listed and not by_layers:
         return model

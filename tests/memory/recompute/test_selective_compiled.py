@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import echelon
-from echelon.engine import compiling
+from echelon.engine.layer_compiler import LayerCompiler
 from echelon.models import ModelConfig, build, cross_entropy
 from tests.cases import sgd
 
@@ -34,13 +34,13 @@ def tokens() -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 def test_a_compiled_model_keeps_less_and_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Any] = []
-    compiler = compiling.SelectiveCompiler.__call__
+    compiler = LayerCompiler.__call__
 
     def counted(self: Any, graph: Any, inputs: list[Any]) -> Any:
         graphs.append(graph)
         return compiler(self, graph, inputs)
 
-    monkeypatch.setattr(compiling.SelectiveCompiler, "__call__", counted)
+    monkeypatch.setattr(LayerCompiler, "__call__", counted)
     torch.manual_seed(0)
     model = build(GPT)
     weights, kept = {}, {}

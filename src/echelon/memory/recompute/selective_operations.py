@@ -31,7 +31,6 @@ _CHEAP = (
 # They also write statistics, without which they return the same: arguments 3 and 4.
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm")
 
-# Bytes that memory moves while one floating-point operation of a product runs.
 _BYTES_PER_FLOP = {"cpu": 1 / 10, "cuda": 1 / 12}
 _BYTES_PER_FLOP_16_BIT = {"cpu": 1 / 10, "cuda": 1 / 150}
 
@@ -157,5 +156,10 @@ def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
 def product_cost(function: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> float:
     """Return the time of a product, in bytes that memory moves meanwhile."""
     length: int = args[0 if function is F.linear else min(1, len(args) - 1)].shape[-1]
+    return 2.0 * output.numel() * length * bytes_per_flop(output)
+
+
+def bytes_per_flop(output: Tensor) -> float:
+    """The bytes that memory moves while one floating-point operation of a product runs."""
     per_flop = _BYTES_PER_FLOP_16_BIT if output.element_size() == 2 else _BYTES_PER_FLOP
-    return 2.0 * output.numel() * length * per_flop.get(output.device.type, 1.0)
+    return per_flop.get(output.device.type, 1.0)

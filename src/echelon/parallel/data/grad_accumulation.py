@@ -8,8 +8,7 @@ The matrices of a model ask before each sum: only while no one is waiting for th
 microbatch's backward pass is mostly such sums, and the memory that they take. On a CUDA device products of
 16-bit weights are added to float32 sums without being rounded in between; on a CPU torch has no such product.
 
-Compiled layers return their gradients, and autograd adds them: the graph is recorded before anybody knows
-whether a sum is there, and whether it may be added to. The rest of the code sees `Accumulation`,
+Compiled layers have an operator for it (added_products.py). The rest of the code sees `Accumulation`,
 `accumulate_in_place` and `hook_gradient`.
 """
 
@@ -29,8 +28,15 @@ from echelon.parallel.data.buckets import gradient_dtype
 
 SMALLEST = 2**18  # elements of a matrix for which it pays
 
-# The hooks on each parameter that were set by `hook_gradient`.
+# The hooks on each parameter that were set by `hook_gradient` and `hook_before`.
 _tolerant_hooks: MutableMapping[Tensor, set[int]] = WeakIdKeyDictionary()
+
+
+def hook_before(parameter: nn.Parameter, hook: Callable[[Tensor | None], Tensor | None]) -> RemovableHandle:
+    """Call `hook` with each gradient of the parameter, or None where it was added in place."""
+    handle: RemovableHandle = parameter.register_hook(hook)
+    _tolerant_hooks.setdefault(parameter, set()).add(handle.id)
+    return handle
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
@@ -43,10 +49,11 @@ def hook_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Re
 
 @final
 class Accumulation:
-    """Says whether matrices of a parameter set may add. `is_open`: no sum waits for their gradients."""
+    """Says whether matrices of a parameter set may add. `is_open`: no sum waits for their gradients;
+    `is_continued`: other gradients follow, and what is here is the sum."""
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_open = self.is_continued = False
 
     def may_add(self, weight: Tensor) -> bool:
         """Return whether all that would become of a gradient of `weight` is to be added to another."""
@@ -56,6 +63,12 @@ class Accumulation:
         is_wide = total.dtype == weight.dtype or (total.dtype == torch.float32 and weight.is_cuda)
         plain = total.layout == torch.strided and is_wide
         return plain and not _has_other_hooks(weight)
+
+    def begins_sum(self, weight: Tensor) -> bool:
+        """Return whether a gradient of `weight` is the first of a sum in float32."""
+        begins = self.is_open and self.is_continued and weight.grad is None and weight.is_cuda
+        is_wider = gradient_dtype(weight) == torch.float32 != weight.dtype
+        return begins and is_wider and not _has_other_hooks(weight)
 
 
 def accumulate_in_place(
@@ -109,11 +122,11 @@ class _Linear(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None
         x, weight = ctx.saved_tensors
-        uses = [_use(node) if node is not None else False for node, _ in ctx.next_functions]
+        uses = [use_of(node) if node is not None else False for node, _ in ctx.next_functions]
         for_x, for_weight, for_bias = (use is not False for use in (*uses, False)[:3])
         flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         if uses[1] and ctx.accumulation.may_add(ctx.weight):
-            _add_product(ctx.weight.grad, flat.T, rows)
+            add_product(ctx.weight.grad, flat.T, rows)
             for_weight = False
         return (
             (flat @ weight).view(x.shape) if for_x else None,
@@ -123,14 +136,14 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
-def _use(node: Any) -> bool | None:
+def use_of(node: Any) -> bool | None:
     """Return whether this backward pass runs `node`; None where it gives the gradient to its caller."""
     try:
         reached: bool = torch._C._will_engine_execute_node(node)
@@ -165,4 +178,5 @@ def _has_other_hooks(weight: Tensor) -> bool:
     """Return whether a hook of the user wants every gradient of this weight. Hooks on the node of the graph
     that adds it up cannot be seen."""
     hooks = (weight._post_accumulate_grad_hooks or {}).keys()
-    return bool(weight._backward_hooks) or not set(hooks) <= _tolerant_hooks.get(weight, set())
+    before = (weight._backward_hooks or {}).keys()
+    return not {*before, *hooks} <= _tolerant_hooks.get(weight, set())

@@ -272,8 +272,8 @@ class LocalSum(Sharing):
         super().__init__(parameter_set)
         self.accumulation: Accumulation = Accumulation()
 
-    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
-        self.accumulation.is_open = True
+    def start_backward(self, *, last: bool) -> None:
+        self.accumulation.is_open, self.accumulation.is_continued = True, not last
 
     def finish_backward(self) -> None:
         self.accumulation.is_open = False
