@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import echelon.nn.experts
-from echelon.nn.experts.compute import activate, activation_gradients
 from echelon.nn.experts.rows import multiply, outer
 from tests.nn.dropout.triton_stand_in import kernel_on_cpu
 
@@ -49,29 +48,3 @@ def test_products_of_the_rows_of_each_expert(kernels: Any, counts: list[int], wi
     left[sum(counts) :] = torch.inf  # of no expert
     expected = outer(left, right, ends)
     torch.testing.assert_close(kernels.outer(left, right, ends), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("with_weights", [False, True])
-@pytest.mark.parametrize("counts", COUNTS)
-def test_products_with_the_activation_and_its_gradients(
-    kernels: Any, counts: list[int], with_weights: bool
-) -> None:
-    number, width, hidden, own = len(counts), 64, 136, sum(counts)
-    ends, (x, gradient, first, down, weights) = draw(
-        counts, (-1, width), (-1, width), (number, 2 * hidden, width), (number, width, hidden), (-1,)
-    )
-    given = weights if with_weights else None
-    rows = multiply(x, first.transpose(1, 2), ends)
-    expected: list[Any] = [rows, activate(rows, given, "swiglu")]
-    computed = [*kernels.multiply_swiglu(x, first, given, ends)]
-    for_hidden = multiply(gradient, down, ends)
-    rows[own:] = torch.nan  # of no expert
-    found = kernels.swiglu_gradients(gradient, down, rows, given, ends, True)
-    assert kernels.swiglu_gradients(gradient, down, rows, given, ends, False)[2] is None
-    assert found[1] is None or not found[1][own:].any()
-    expected += activation_gradients(for_hidden, rows, given, "swiglu", with_hidden=True)
-    for one, other in zip([*computed, *found], expected, strict=True):
-        if other is not None:
-            torch.testing.assert_close(one[:own], other[:own], rtol=1e-3, atol=1e-3)
-        else:
-            assert one is None

@@ -11,6 +11,7 @@ from echelon.update.precision.flat_memory import (
     divide,
     flat_views,
     have_same_layout,
+    views_like,
 )
 
 
@@ -145,3 +146,19 @@ def test_a_sparse_gradient_stays_sparse() -> None:
     (gradient,) = as_float32([table.weight], [nn.Parameter(torch.zeros(4, 2))])
     assert (gradient.is_sparse, gradient.dtype) == (True, FP32)
     assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+
+
+def test_views_lie_in_memory_that_begins_inside_of_its_storage() -> None:
+    """Memory for copies is pinned from a page on: what lies before it is copied as any other memory."""
+    taken: list[Tensor] = []
+
+    def empty(size: int, dtype: torch.dtype) -> Tensor:
+        taken.append(torch.zeros(size + 50, dtype=dtype)[40 : 40 + size])
+        return taken[0]
+
+    memory, views = views_like([torch.ones(3, 2), torch.ones(5, 4).t()], torch.float32, empty)
+    assert memory is taken[0]
+    for view in views:
+        view.fill_(1)
+    assert views[0].data_ptr() == memory.data_ptr()
+    assert float(memory.sum()) == 26, "no element lies outside"

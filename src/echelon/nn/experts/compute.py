@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from echelon.nn.experts.rows import (
     Slots,
-    clear_tails,
     ends_of,
     gather_rows,
     kernels_for,
@@ -32,7 +31,6 @@ from echelon.nn.experts.rows import (
     sort_slots,
     sort_weights,
     sum_slots,
-    tma_kernels_for,
 )
 from echelon.nn.tracing import untraced
 
@@ -88,12 +86,11 @@ def _compute(
 ) -> Tensor:
     x, first, down = _autocast(x, first, down)
     functions: tuple[Any, Any] = (_First.apply, _Down.apply)
-    constant = None if weights is None else weights.detach()
-    rows, hidden = functions[0](x.contiguous(), first, constant, slots, ends, activation)
+    rows: Tensor = functions[0](x.contiguous(), first, slots, ends)
     if callable(activation):
         gate, up = rows.chunk(2, dim=-1)
         rows, activation = activation(gate) * up, "none"
-    output: Tensor = functions[1](rows, down, weights, slots, ends, activation, hidden)
+    output: Tensor = functions[1](rows, down, weights, slots, ends, activation)
     return output
 
 
@@ -109,33 +106,17 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _First(torch.autograd.Function):
-    """gather(x) · firstᵀ; without slots, x is sorted. Where one kernel computes both, also the hidden values,
-    as a constant: `_Down` has their gradient."""
+    """gather(x) · firstᵀ; without slots, x is sorted."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        matrices: Tensor,
-        weights: Tensor | None,
-        slots: Slots | None,
-        ends: Tensor,
-        function: Activation,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, slots: Slots | None, ends: Tensor) -> Tensor:
         _save(ctx, slots, ends, x, matrices)
-        ctx.set_materialize_grads(False)  # none of hidden values, of their size
         rows = x if slots is None else gather_rows(x, slots)
-        kernels = tma_kernels_for(rows, matrices.transpose(1, 2), ends) if function == "swiglu" else None
-        if kernels is None:
-            return multiply(rows, matrices.transpose(1, 2), ends), None
-        product, hidden = kernels.multiply_swiglu(rows, matrices, weights, ends)
-        clear_tails(ends, product, hidden)
-        ctx.mark_non_differentiable(hidden)
-        return product, hidden
+        return multiply(rows, matrices.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         slots, ends, (x, matrices) = _saved(ctx)
         for_x, for_matrices = (_is_asked_for(ctx, place) for place in range(2))
         gradient = gradient.contiguous()
@@ -147,7 +128,7 @@ class _First(torch.autograd.Function):
         if for_x:
             x_gradient = multiply(gradient, matrices, ends)
             x_gradient = x_gradient if slots is None else sum_slots(x_gradient, slots)
-        return x_gradient, matrices_gradient, None, None, None, None
+        return x_gradient, matrices_gradient, None, None
 
 
 class _Down(torch.autograd.Function):
@@ -162,12 +143,10 @@ class _Down(torch.autograd.Function):
         slots: Slots | None,
         ends: Tensor,
         function: Function,
-        hidden: Tensor | None,
     ) -> Tensor:
-        """`hidden`: if it is computed already."""
         _save(ctx, slots, ends, rows, matrices, weights)
         ctx.function = function
-        hidden = activate(rows, weights, function) if hidden is None else hidden
+        hidden = activate(rows, weights, function)
         output = multiply(hidden, matrices.transpose(1, 2), ends)
         return output if slots is None else sum_slots(output, slots)
 
@@ -179,14 +158,16 @@ class _Down(torch.autograd.Function):
         gradient = gradient.contiguous() if slots is None else gather_rows(gradient.contiguous(), slots)
         rows_gradient = weights_gradient = hidden = matrices_gradient = None
         if for_rows or for_weights:
-            rows_gradient, weights_gradient, hidden = _row_gradients(
-                gradient, matrices, rows, weights, ends, ctx.function, with_hidden=for_matrices
+            hidden_gradient = multiply(gradient, matrices, ends)
+            rows_gradient, weights_gradient, hidden = activation_gradients(
+                hidden_gradient, rows, weights, ctx.function, with_hidden=for_matrices
             )
+            del hidden_gradient  # before the largest of gradients is there
         elif for_matrices:
             hidden = activate(rows, weights, ctx.function)
         if hidden is not None:
             matrices_gradient = outer(gradient, hidden, ends)
-        return rows_gradient, matrices_gradient, weights_gradient, None, None, None, None
+        return rows_gradient, matrices_gradient, weights_gradient, None, None, None
 
 
 def _save(ctx: Any, slots: Slots | None, ends: Tensor, *tensors: Tensor | None) -> None:
@@ -228,26 +209,6 @@ class Gradients(NamedTuple):
     rows: Tensor
     weights: Tensor | None
     hidden: Tensor | None
-
-
-def _row_gradients(
-    gradient: Tensor,
-    matrices: Tensor,
-    rows: Tensor,
-    weights: Tensor | None,
-    ends: Tensor,
-    function: Function,
-    *,
-    with_hidden: bool,
-) -> Gradients:
-    """Compute gradients of rows and weights from `gradient`, that of the output of each row."""
-    kernels = tma_kernels_for(gradient, matrices, ends) if function == "swiglu" else None
-    if kernels is None:
-        hidden_gradient = multiply(gradient, matrices, ends)
-        return activation_gradients(hidden_gradient, rows, weights, function, with_hidden=with_hidden)
-    found = Gradients(*kernels.swiglu_gradients(gradient, matrices, rows, weights, ends, with_hidden))
-    clear_tails(ends, found.rows, found.hidden)
-    return found
 
 
 def activate(rows: Tensor, weights: Tensor | None, function: Function) -> Tensor:

@@ -145,13 +145,6 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return kernels_for(left, module="product_kernels").outer(left, right, ends)  # type: ignore[no-any-return]
 
 
-def clear_tails(ends: Tensor, *products: Tensor | None) -> None:
-    """Write 0 into the rows of products on a device that belong to no expert."""
-    for product in products:
-        if product is not None:
-            kernels_for(product).clear_tail(product, ends)
-
-
 def tma_kernels_for(rows: Tensor, other: Tensor, ends: Tensor) -> Any:
     """Return the kernels that compute products of `rows` and matrices, or other rows, by TMA, or None: for
     few rows or columns torch has smaller tiles."""

@@ -1,11 +1,12 @@
 """Triton kernels of grouped products in bfloat16 for Hopper, whose operands come by TMA.
 
-    multiply            rows · matrices of their experts
-    multiply_swiglu     the same with [gate, up], and hidden = weight · silu(gate) · up of what is at hand
-    outer               leftᵀ · right of the rows of each expert
+    multiply    rows · matrices of their experts
+    outer       leftᵀ · right of the rows of each expert
 
 As many programs as the device has processors take one tile after the other. The loads of a tile begin while
-the one before is written. Counts of rows stay on the device. Import this only where Triton is installed.
+the one before is written. Counts of rows stay on the device. An activation in the same kernel, or its
+gradients, costs more than a kernel of its own: nothing loads or multiplies meanwhile. Import this only where
+Triton is installed.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class _Tile(NamedTuple):
     columns: int
 
 
-_WIDE, _TALL, _SQUARE = _Tile(128, 256), _Tile(256, 128), _Tile(128, 128)
+_WIDE, _TALL = _Tile(128, 256), _Tile(256, 128)
 
 
 def _tile_of(width: int) -> _Tile:
@@ -82,125 +83,6 @@ def _multiply(  # type: ignore[no-untyped-def]
         inside = (row < end_row)[:, None] & (column < width)[None, :]
         target = product + row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(target, total.to(product.dtype.element_ty), mask=inside)
-
-
-def multiply_swiglu(
-    rows: Tensor, matrices: Tensor, weights: Tensor | None, ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return rows · matricesᵀ, matrices [experts, 2 · width, inner], and `hidden` of it [rows, width]. Rows
-    that belong to no expert are not written."""
-    experts, both, inner = matrices.shape
-    product = torch.empty(len(rows), both, dtype=rows.dtype, device=rows.device)
-    hidden = torch.empty(len(rows), both // 2, dtype=rows.dtype, device=rows.device)
-    columns, programs = _WIDE.columns // 2, _programs(rows)  # of gate, and as many of up
-    with on_device_of(rows):
-        _multiply_swiglu[(programs,)](
-            TensorDescriptor.from_tensor(rows, [_WIDE.rows, _DEPTH]),
-            TensorDescriptor.from_tensor(matrices.flatten(0, 1), [columns, _DEPTH]),
-            weights, product, hidden, ends, experts, inner, both // 2,
-            all_experts=triton.next_power_of_2(experts), tile=_WIDE.rows, columns=columns,
-            depth=_DEPTH, programs=programs, num_warps=_WARPS, num_stages=_STAGES,
-        )  # fmt: skip
-    return product, hidden
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _multiply_swiglu(  # type: ignore[no-untyped-def]
-    rows, matrices, weights, product, hidden, ends, experts, inner, width,
-    all_experts: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr,
-    depth: tl.constexpr, programs: tl.constexpr,
-):  # fmt: skip
-    number = tl.arange(0, all_experts)
-    end, begin, last_tile = _tiles(ends, experts, number, tile)
-    column_tiles = tl.cdiv(width, columns)
-    for place in tl.range(tl.program_id(0), tl.max(last_tile, axis=0) * column_tiles, programs, flatten=True):
-        first_column = place % column_tiles * columns
-        expert, first_row, end_row = _place(place // column_tiles, end, begin, last_tile, number, tile)
-        line = expert * 2 * width + first_column
-        gates = tl.zeros([tile, columns], dtype=tl.float32)
-        ups = tl.zeros([tile, columns], dtype=tl.float32)
-        for start in tl.range(0, inner, depth):
-            left = rows.load([first_row, start])
-            gates = tl.dot(left, matrices.load([line, start]).T, gates)
-            ups = tl.dot(left, matrices.load([line + width, start]).T, ups)
-        row = first_row + tl.arange(0, tile)
-        column = first_column + tl.arange(0, columns)
-        inside = (row < end_row)[:, None] & (column < width)[None, :]
-        # As the backward pass will read them: rounded.
-        gate, up = gates.to(product.dtype.element_ty), ups.to(product.dtype.element_ty)
-        target = product + row.to(tl.int64)[:, None] * (2 * width) + column[None, :]
-        tl.store(target, gate, mask=inside)
-        tl.store(target + width, up, mask=inside)
-        value = gate.to(tl.float32)
-        value = value / (1.0 + tl.exp(-value)) * up.to(tl.float32)
-        if weights is not None:
-            value *= tl.load(weights + row, mask=row < end_row, other=0.0).to(tl.float32)[:, None]
-        target = hidden + row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(target, value.to(hidden.dtype.element_ty), mask=inside)
-
-
-def swiglu_gradients(
-    gradient: Tensor, matrices: Tensor, rows: Tensor, weights: Tensor | None, ends: Tensor, with_hidden: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return gradients of [gate, up] `rows` and of `weights`, and hidden, where `gradient` · matrices is that
-    of hidden; matrices [experts, inner, width]. Rows that belong to no expert are not written."""
-    experts, inner, width = matrices.shape
-    for_rows = torch.empty_like(rows)
-    hidden = rows.new_empty(len(rows), width) if with_hidden else None
-    columns, programs = _SQUARE.columns, _programs(rows)
-    shape = triton.cdiv(width, columns), len(rows)
-    parts = None if weights is None else torch.zeros(shape, dtype=torch.float32, device=rows.device)
-    with on_device_of(rows):
-        _swiglu_gradients[(programs,)](
-            TensorDescriptor.from_tensor(gradient, [_SQUARE.rows, _DEPTH]),
-            TensorDescriptor.from_tensor(matrices.flatten(0, 1), [_DEPTH, columns]),
-            TensorDescriptor.from_tensor(rows, list(_SQUARE)),
-            weights, for_rows, parts, hidden, ends, len(rows), experts, inner, width,
-            all_experts=triton.next_power_of_2(experts), tile=_SQUARE.rows, columns=columns,
-            depth=_DEPTH, programs=programs, num_warps=_WARPS, num_stages=_STAGES,
-        )  # fmt: skip
-    return for_rows, None if parts is None or weights is None else parts.sum(0).to(weights.dtype), hidden
-
-
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator, unused-ignore]
-def _swiglu_gradients(  # type: ignore[no-untyped-def]
-    gradient, matrices, rows, weights, for_rows, parts, hidden, ends, num_rows, experts, inner, width,
-    all_experts: tl.constexpr, tile: tl.constexpr, columns: tl.constexpr,
-    depth: tl.constexpr, programs: tl.constexpr,
-):  # fmt: skip
-    number = tl.arange(0, all_experts)
-    end, begin, last_tile = _tiles(ends, experts, number, tile)
-    column_tiles = tl.cdiv(width, columns)
-    for place in tl.range(tl.program_id(0), tl.max(last_tile, axis=0) * column_tiles, programs, flatten=True):
-        first_column = place % column_tiles * columns
-        expert, first_row, end_row = _place(place // column_tiles, end, begin, last_tile, number, tile)
-        arriving = tl.zeros([tile, columns], dtype=tl.float32)
-        for start in tl.range(0, inner, depth):
-            left = gradient.load([first_row, start])
-            arriving = tl.dot(left, matrices.load([expert * inner + start, first_column]), arriving)
-        row = first_row + tl.arange(0, tile)
-        column = first_column + tl.arange(0, columns)
-        inside = (row < end_row)[:, None] & (column < width)[None, :]
-        gate = rows.load([first_row, first_column]).to(tl.float32)
-        up = rows.load([first_row, first_column + width]).to(tl.float32)
-        share = 1.0 / (1.0 + tl.exp(-gate))
-        activated = gate * share * up
-        scaled = arriving
-        if weights is not None:
-            weight = tl.load(weights + row, mask=row < end_row, other=0.0).to(tl.float32)[:, None]
-            of_row = tl.sum(tl.where(inside, arriving * activated, 0.0), axis=1)
-            part = parts + (place % column_tiles).to(tl.int64) * num_rows + row
-            tl.store(part, of_row, mask=row < end_row)
-            scaled = arriving * weight
-            activated *= weight
-        place_in_rows = row.to(tl.int64)[:, None] * (2 * width) + column[None, :]
-        for_gate = scaled * up * share * (1.0 + gate * (1.0 - share))
-        tl.store(for_rows + place_in_rows, for_gate.to(for_rows.dtype.element_ty), mask=inside)
-        for_up = scaled * gate * share
-        tl.store(for_rows + place_in_rows + width, for_up.to(for_rows.dtype.element_ty), mask=inside)
-        if hidden is not None:
-            target = hidden + row.to(tl.int64)[:, None] * width + column[None, :]
-            tl.store(target, activated.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

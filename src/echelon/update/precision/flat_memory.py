@@ -31,8 +31,9 @@ def views_like(
     """Return the memory of `empty(size, dtype=…)`, and its view for each tensor of `like`."""
     layout = lay_out((each.numel() for each in like), block_size(dtype))
     memory = empty(layout.size, dtype=dtype)
+    start = int(memory.storage_offset())  # pinned memory begins at a page of its storage
     views = [
-        memory.as_strided(each.shape, dense_strides(each), begin)
+        memory.as_strided(each.shape, dense_strides(each), start + begin)
         for each, (begin, _) in zip(like, layout.places, strict=True)
     ]
     return memory, views
