@@ -176,6 +176,15 @@ def test_matrices_may_add_in_place_in_a_step_while_nothing_is_reduced() -> None:
     assert states == [False, True, False, True, False]
 
 
+def test_only_the_last_group_of_the_last_set_is_reduced_while_no_backward_pass_goes_on() -> None:
+    watched, following = Watched(), Watched()
+    assert [watched.reducer.overlaps(index) for index in (0, 1)] == [True, True]  # other stages may follow
+    watched.reducer.is_alone = following.reducer.is_alone = True
+    assert [watched.reducer.overlaps(index) for index in (0, 1)] == [True, False]
+    following.reducer.follow(watched.reducer)
+    assert [each.reducer.overlaps(1) for each in (watched, following)] == [True, False]
+
+
 def test_used_anywhere_is_of_this_step_alone() -> None:
     watched = Watched()
     group = RecordingGroup("data", 0, 2)

@@ -255,6 +255,8 @@ class Watch:
 
     def _check_structure(self) -> UserError | None:
         changes = self._structure.changes()
+        if not changes:
+            return None
         respected = ("hooks", "weight hooks", "forwards") if calls_as_one_device(self._plan) else ()
         refused = [change for change in changes if change.kind not in respected]
         if not refused:

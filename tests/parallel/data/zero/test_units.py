@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from echelon.parallel.data.zero.units import divide_units
+from echelon.parallel.data.zero.units import divide_units, merge_units
 from echelon.parallel.pipeline import split_model
 
 
@@ -32,6 +32,18 @@ def test_children_of_lists_are_units_and_the_rest_stays_with_the_model() -> None
         ("blocks.1", ["blocks.1.weight"], [1]),
         ("", ["scale", "small.weight", "extra.0"], [2]),
     ]
+
+
+def test_small_neighbours_are_merged_and_large_units_stay() -> None:
+    units = divide_units(Model(), smallest=8 * 8 * 4)
+    assert [(unit.name, len(unit.parameters), unit.needs) for unit in merge_units(units, 2 * 256)] == [
+        ("blocks.0", 2, [0]),
+        ("", 3, [1]),
+    ]
+    assert [len(unit.parameters) for unit in merge_units(units, 1)] == [1, 1, 3]
+    (whole,) = merge_units(units)
+    assert [p for _, p in whole.parameters] == [p for unit in units for _, p in unit.parameters]
+    assert merge_units([]) == []
 
 
 def test_a_module_of_the_smallest_size_is_a_unit_and_one_byte_less_is_not() -> None:
