@@ -277,14 +277,14 @@ class LayerCall:
         self.layer, self._settings = layer, settings
         self._mode = layer.history.mode()
         changed = layer.history.changed_arguments.get(self._mode)
-        self._arguments = Arguments(args, kwargs, previous, changed, layer.name)
+        self.arguments = Arguments(args, kwargs, previous, changed, layer.name)
         self._tape = Tape()
         self._print: OutputPrint | None = None
         self._buffers: BufferStates = {}
 
     def kept_storages(self) -> set[int]:
         inputs = self._settings.inputs
-        return self._arguments.storages(inputs) | self.layer.history.weight_storages()
+        return self.arguments.storages(inputs) | self.layer.history.weight_storages()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
@@ -300,7 +300,7 @@ class LayerCall:
     def finish(self, output: Any, hooks: Hooks | None) -> None:
         """The first run is over: keep the arguments."""
         history = self.layer.history
-        changed = self._arguments.keep(self._settings.inputs, hooks)
+        changed = self.arguments.keep(self._settings.inputs, hooks)
         if not changed <= history.changed_arguments.setdefault(self._mode, changed):
             raise UserError(
                 f"recompute: {history.name} changes an argument in place that it has not changed in its "
@@ -310,9 +310,6 @@ class LayerCall:
         self.outputs = Outputs(output)
         if self._settings.check.is_open:
             self._print = OutputPrint(output)
-
-    def arguments(self, output: Any) -> tuple[Any, Any]:
-        return self._arguments.rebuild(output)
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
