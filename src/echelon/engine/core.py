@@ -36,7 +36,7 @@ from echelon.plan import Plan
 from echelon.program import Program
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.rank_save import SaveOptions
-from echelon.state.checkpoint.saved import SavedState
+from echelon.state.checkpoint.saved import SavedState, open_whole
 from echelon.state.checkpoint.storage_errors import RETRIES
 from echelon.state.ownership import OwnedSlice
 from echelon.state.weight_files.weight_folder import SHARD_BYTES
@@ -345,7 +345,7 @@ class EngineCore:
 
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
-        self._checkpointing.finish_saving()
+        self._checkpointing.saver.finish()
 
     def load(
         self, path: str | Path, *, optimizer: bool = True, options: bool = True, verify: bool = True
@@ -359,15 +359,15 @@ class EngineCore:
         If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
         later (a damaged file) trains no more until another one has succeeded.
         """
-        with self._watch.own_work():
-            extra = self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
-            self._watch.forget()
-        return extra
+        return self._load(partial(open_whole, path, verify=verify), optimizer=optimizer, options=options)
 
     def load_saved(self, saved: SavedState) -> dict[str, Any]:
         """As `load`, from a checkpoint that is open: for all ranks, or of copies in memory, one for each."""
+        return self._load(lambda: saved, optimizer=True, options=True)
+
+    def _load(self, opened: Callable[[], SavedState], *, optimizer: bool, options: bool) -> dict[str, Any]:
         with self._watch.own_work():
-            extra = self._checkpointing.load_saved(saved)
+            extra = self._checkpointing.load(opened, optimizer=optimizer, options=options)
             self._watch.forget()
         return extra
 

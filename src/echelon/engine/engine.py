@@ -304,7 +304,7 @@ class Engine(EngineCore):
         self._runner.replicas.close()
         self._watch.close()
         self._own_passes.close()
-        self._checkpointing.abandon_saving()  # what is still under way after a failure
+        self._checkpointing.saver.abandon()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)
