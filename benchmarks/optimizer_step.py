@@ -66,7 +66,7 @@ def _update(config: ModelConfig, device: torch.device) -> Callable[[], object]:
         parameter.grad = torch.full_like(parameter, 1e-3, dtype=torch.float32)
     local = [LocalParameter(name, p, p, 0) for name, p in model.named_parameters()]
     is_deferred = device.type == "cuda"
-    stepper = MasterStepper(_adamw, parameters, local, deferred=is_deferred)
+    stepper = MasterStepper(_adamw(parameters), local, deferred=is_deferred)
     factor = torch.ones((), device=device) if is_deferred else 1.0
     skip = torch.zeros((), dtype=torch.bool, device=device) if is_deferred else False
     return lambda: stepper.step(factor, skip)

@@ -17,8 +17,7 @@ FILES = sorted(SOURCES.rglob("*.py"))
 
 # The signature and the docstring of the public function are most of it.
 PUBLIC = {"engine/parallelize.py:parallelize"}
-# Modules of names alone (test_public_names.py), the fields that parallelize fills (test_parallelize.py), and
-# the work of engine/state_calls.py (test_state_calls.py).
+# Modules of names alone (test_public_names.py), and the fields that parallelize fills (test_parallelize.py).
 TESTED_ELSEWHERE = {
     "experts.py",
     "integrations.py",

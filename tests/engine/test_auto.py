@@ -13,7 +13,6 @@ from torch import nn
 import echelon
 from echelon.engine import auto
 from echelon.engine.auto import (
-    Resolved,
     Task,
     chosen,
     ranks_here,
@@ -39,7 +38,7 @@ def model() -> nn.Sequential:
 
 def test_a_plan_that_says_its_stages_stays_as_it_is() -> None:
     plan = Plan.parse("pipeline=3-1 microbatches=2")
-    assert resolve(model(), plan, None, [1]) == Resolved(plan, [1])
+    assert resolve(model(), plan, None, [1]) == (plan, [1])
 
 
 def test_measuring_takes_a_batch() -> None:
@@ -51,7 +50,7 @@ def test_measuring_takes_a_batch() -> None:
 
 def test_on_one_rank_there_is_one_stage() -> None:
     plan = Plan.parse("microbatches=2")
-    assert resolve(model(), AUTO, vectors(0), None) == Resolved(plan, None)
+    assert resolve(model(), AUTO, vectors(0), None) == (plan, None)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +64,12 @@ def test_on_one_rank_there_is_one_stage() -> None:
 def test_a_partition_becomes_a_plan(
     replicas: list[int], layers: list[int], plan: str, boundaries: Sequence[int] | None
 ) -> None:
-    assert auto._resolved(AUTO, replicas, layers) == Resolved(Plan.parse(plan), boundaries)
+    assert auto._resolved(AUTO, replicas, layers) == (Plan.parse(plan), boundaries)
 
 
 def test_one_stage_of_replicas_multiplies_those_of_the_plan() -> None:
     plan = Plan.parse("pipeline=auto data=2")
-    assert auto._resolved(plan, [3], [9]).plan == Plan.parse("data=6")
+    assert auto._resolved(plan, [3], [9])[0] == Plan.parse("data=6")
 
 
 def test_the_pipeline_takes_the_ranks_that_other_axes_leave() -> None:
@@ -159,7 +158,7 @@ def test_all_ranks_have_what_the_first_one_chose(
 
 
 def measured_here() -> int:
-    return resolve(model(), AUTO, vectors(0), None).plan.ranks
+    return resolve(model(), AUTO, vectors(0), None)[0].ranks
 
 
 def test_layers_are_measured_and_split_over_all_ranks(warm_ranks: Warm) -> None:

@@ -30,7 +30,7 @@ def make(
         first, *rest = parameters
         return optimizer([{"params": [first], "lr": 1e-2, "weight_decay": 0.0}, {"params": rest}])
 
-    stepper = MasterStepper(groups, weights, local, deferred=True)
+    stepper = MasterStepper(groups(weights), local, deferred=True)
     if not fuses:
         stepper._fused = None
     return stepper, weights

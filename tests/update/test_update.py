@@ -48,8 +48,7 @@ class Updated:
         self.scaling = None if loss_scale is None else LossScaling(loss_scale, device)
         kind = DirectStepper if dtype == torch.float64 else MasterStepper
         stepper = kind(
-            lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5),
-            self.local.trained(),
+            torch.optim.SGD(self.local.trained(), lr=1.0, momentum=0.5),
             self.local.local_parameters(),
             deferred=deferred,
         )

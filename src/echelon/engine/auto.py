@@ -45,11 +45,7 @@ from echelon.planner.shape.shape import ModelShape
 _PROBE, _TIMES = 4 * 2**20, 5  # bytes, how often
 
 
-class Resolved(NamedTuple):
-    """A plan without `auto`, and before which layers its stages begin."""
-
-    plan: Plan
-    boundaries: Sequence[int] | None
+Resolved = tuple[Plan, Sequence[int] | None]  # without `auto`, and before which layers its stages begin
 
 
 def resolve(
@@ -57,7 +53,7 @@ def resolve(
 ) -> Resolved:
     """Measure and split, on all ranks together; a plan that says its stages stays as it is."""
     if plan.pipeline != AUTO:
-        return Resolved(plan, boundaries)
+        return plan, boundaries
     if sample_batch is None:
         raise UserError(
             "pipeline=auto: measuring the layers takes a batch; give parallelize one, like "
@@ -67,7 +63,7 @@ def resolve(
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     workers = _workers(plan, ranks)
     if workers == 1:
-        return Resolved(replace(plan, pipeline=1), None)
+        return replace(plan, pipeline=1), None
     assert dist.group.WORLD is not None
     group = group_over("all", dist.group.WORLD, Ledger())
     bandwidth = _measure_bandwidth(group, device)
@@ -111,9 +107,9 @@ def _choose(
 
 def _resolved(plan: Plan, replicas: list[int], layers: list[int]) -> Resolved:
     if len(replicas) == 1:
-        return Resolved(replace(plan, pipeline=1, data=plan.data * replicas[0]), None)
+        return replace(plan, pipeline=1, data=plan.data * replicas[0]), None
     boundaries = [sum(layers[:number]) for number in range(1, len(layers))]
-    return Resolved(replace(plan, pipeline=tuple(replicas)), boundaries)
+    return replace(plan, pipeline=tuple(replicas)), boundaries
 
 
 def _measure_bandwidth(group: Group, device: torch.device) -> float:

@@ -84,7 +84,9 @@ def compiled_modules(stage: Stage, plan: Plan) -> list[nn.Module]:
         blocks = blocks_in(stage.module) if called is None else called.layers
         if blocks:
             _, beside = around_layers(stage.module, blocks)
-            chosen = {*filter(_can_fuse, _members(beside)), *blocks}
+            # What has weights, and is more than one product or look-up.
+            fusing = [each for each in _members(beside) if type(each) not in (nn.Linear, nn.Embedding)]
+            chosen = {*(each for each in fusing if any(True for _ in each.parameters())), *blocks}
             modules = [module for module in stage.module.modules() if module in chosen]
     return [module for module in dict.fromkeys(modules) if not is_keyed(module)]  # a dropout alone
 
@@ -101,11 +103,6 @@ def _members(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     for module in modules:
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
         yield from _members(module.children()) if is_list else (module,)
-
-
-def _can_fuse(module: nn.Module) -> bool:
-    """Return whether a module has weights, and is more than one product or look-up."""
-    return type(module) not in (nn.Linear, nn.Embedding) and any(True for _ in module.parameters())
 
 
 def own_memory(gradient: Tensor | None) -> Tensor | None:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from echelon.collectives import Group, RecordingGroup
+from echelon.collectives import RecordingGroup
 from echelon.collectives.mesh import Mesh
 from echelon.engine.arguments import check_resident_bytes
 from echelon.engine.stage_split import StageSplit
@@ -16,7 +16,7 @@ from echelon.parallel.data.batch_norm import check_worker_norms, synchronize_bat
 from echelon.parallel.data.buffers import Buffers
 from echelon.parallel.data.grad_accumulation import accumulate_in_place
 from echelon.parallel.data.parameter_server import ParameterServer
-from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, Unit, named_subset
+from echelon.parallel.data.parameter_set import ParameterSet, ShardGroups, SharedGradient, named_subset
 from echelon.parallel.data.sharing import Sharing, SingleReplica
 from echelon.parallel.data.zero.host_weights import HostPlace
 from echelon.parallel.data.zero.units import divide_units, merge_units
@@ -89,20 +89,23 @@ def parameter_sets(
     """The sets of a stage: experts, over the ranks that hold the same ones, and all other parameters, over
     the ranks that hold the same weights. Gradients of experts, which are larger, are reduced first."""
     experts = frozenset(experts_of(module))
-    dense = frozenset(module.parameters()) - experts
+    dense, plan = frozenset(module.parameters()) - experts, mesh.plan
+    # A set is gathered, reduced or updated unit by unit.
+    by_unit = "parameters" in plan.offload or "optimizer" in plan.offload or plan.update != "step"
 
     def make(name: str, parameters: frozenset[nn.Parameter], axes: tuple[str, str, str]) -> ParameterSet:
         group, *groups = map(mesh.group, axes)
-        shards = ShardGroups(*groups)
-        if (
-            "parameters" in mesh.plan.offload and mesh.plan.zero == 0
-        ):  # each has a copy of its own on the host
+        is_sharded, shards = plan.zero > 0 and group.size > 1, ShardGroups(*groups)
+        if "parameters" in plan.offload and plan.zero == 0:  # each has a copy of its own on the host
             shards = ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
+        units = divide_units(module, smallest_unit, only=parameters) if by_unit or is_sharded else []
+        if plan.zero == 1 and plan.update == "step" and not plan.offload:  # each stays whole
+            units = merge_units(units)
         return ParameterSet(
             name,
             named_subset(module, parameters),
             group,
-            _units(module, mesh.plan, group, smallest_unit, parameters),
+            units,
             [each for each in shared_gradients if each.parameter in parameters],
             norm_elsewhere=frozenset(norm_elsewhere),
             sum_in_float32=mesh.plan.gradients == "fp32",
@@ -112,20 +115,6 @@ def parameter_sets(
 
     sets = [make("experts", experts, ("experts", "expert_shard", "expert_copies"))] if experts else []
     return [*sets, make("dense", dense, ("weights", "shard", "copies"))]
-
-
-def _units(
-    module: nn.Module, plan: Plan, group: Group, smallest_unit: int, parameters: frozenset[nn.Parameter]
-) -> list[Unit]:
-    units = divide_units(module, smallest_unit, only=parameters) if _by_unit(plan, group) else []
-    stays_whole = plan.zero == 1 and plan.update == "step" and not plan.offload
-    return merge_units(units) if stays_whole else units
-
-
-def _by_unit(plan: Plan, group: Group) -> bool:
-    """Return whether a set over these ranks is gathered, reduced or updated unit by unit."""
-    by_unit = "parameters" in plan.offload or "optimizer" in plan.offload or plan.update != "step"
-    return by_unit or (plan.zero > 0 and group.size > 1)
 
 
 def share(

@@ -6,7 +6,6 @@ When the window is over, rank 0 gathers them and writes trace.json.
 """
 
 import json
-import os
 import socket
 import time
 import warnings
@@ -23,6 +22,7 @@ from echelon.engine.step.runtime.span_timer import SpanTimer, StepSpans
 from echelon.parallel.observer import StepObserver
 from echelon.program import Instruction, Op, Program
 from echelon.program.text import show_instruction
+from echelon.state.checkpoint.atomic import write_file
 
 DEFAULT_STEPS: Final = 3
 
@@ -108,11 +108,9 @@ class NvtxRanges:
 
 def _write(path: Path, text: str) -> None:
     """A trace that cannot be written ends no training."""
-    part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        write_file(path, text.encode())
     except OSError as error:
         warnings.warn(f"the trace {path} cannot be written: {error.strerror or error}", stacklevel=2)
 

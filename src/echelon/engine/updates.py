@@ -125,7 +125,6 @@ def _make_stepper(
     if _needs_whole(optimizer, mesh.plan):
         routes = make_routes(local, layers, mesh)
         return WholeStepper(optimizer, routes, masters=masters, rounding=rounding, deferred=deferred)
-    given = (lambda _: optimizer, local.trained(), local.local_parameters())
     if on_host:
         placements = {} if rounding is None else _placements(local, layers, torch.device("cpu"))
         on_twins = make_host_stepper(optimizer, local, mesh, wrapping, rounding, placements, masters=masters)
@@ -134,10 +133,12 @@ def _make_stepper(
         stepper: LocalStepper = on_twins
     elif rounding is not None:
         placements = _placements(local, layers, mesh.device)
-        stepper = RoundingStepper(*given, placements, rounding, deferred=deferred)
+        stepper = RoundingStepper(
+            optimizer, local.local_parameters(), placements, rounding, deferred=deferred
+        )
     else:
         kind = MasterStepper if masters else DirectStepper
-        stepper = kind(*given, deferred=deferred)
+        stepper = kind(optimizer, local.local_parameters(), deferred=deferred)
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
         device = torch.device("cpu") if on_host else mesh.device
         optimizer.share(make_exchange(stepper, local, layers, mesh, device))

@@ -3,7 +3,7 @@
 The factor of its gradients is 1, since losses were divided by the count of the step before the backward pass,
 and without clipping. The squares of gradients add up to those of the step's norm, unit by unit.
 
-The first step is rehearsed (rehearsal.py): its passes run once without updates, and again with them.
+The first step is rehearsed: its passes run once without updates, and again with them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -219,7 +219,7 @@ def delete_while_loading(folder: Path) -> str:
             shutil.rmtree(path)
             return saved
 
-        patch.setattr("echelon.engine.saving.checkpointing.open_whole", open_and_delete)
+        patch.setattr("echelon.engine.core.open_whole", open_and_delete)
         return message_of(lambda: engine.load(folder / "a") and None)
 
 

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from echelon import parallelize
 from echelon.errors import UserError
 from echelon.update.optim import CombinedOptimizer
-from echelon.update.optim.local import FirstState, FirstStates, Make, _begins_alike, begin_like, make_local
+from echelon.update.optim.local import (
+    FirstState,
+    FirstStates,
+    Make,
+    _begins_alike,
+    begin_like,
+    make_local,
+    make_whole,
+)
 from echelon.update.optim.optimizer_state import check_gradient, state_forms
 
 
@@ -30,7 +38,7 @@ def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def test_rules_see_the_parameters_and_the_groups_hold_the_parts() -> None:
     matrix, vector, elsewhere = (nn.Parameter(torch.ones(shape)) for shape in ((4, 2), (4,), (2, 2)))
     parts = {matrix: [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))], vector: [vector]}
-    optimizer = make_local(grouped, [matrix, vector, elsewhere], parts)
+    optimizer = make_local(grouped([matrix, vector, elsewhere]), parts)
     decayed, plain = optimizer.param_groups
     assert [id(p) for p in decayed["params"]] == [id(part) for part in parts[matrix]], "flat, but a matrix's"
     assert [id(p) for p in plain["params"]] == [id(vector)]
@@ -46,7 +54,7 @@ def matrices_alone(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, matrices_alone])
 def test_a_stage_without_parameters_has_an_optimizer_that_does_nothing(make: Make) -> None:
-    optimizer = make_local(make, [], {})
+    optimizer = make_local(make_whole(make, []), {})
     assert [group["params"] for group in optimizer.param_groups] == [[]]
     optimizer.step()
 
@@ -59,7 +67,7 @@ def with_state(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def test_state_of_whole_parameters_is_forgotten() -> None:
     whole = [nn.Parameter(torch.ones(2))]
     assert with_state(whole).state
-    assert not make_local(with_state, whole, {}).state
+    assert not make_local(with_state(whole), {}).state
 
 
 class Eager(torch.optim.Optimizer):
@@ -107,7 +115,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 def test_a_part_begins_as_the_parameter_does(shape: tuple[int, ...]) -> None:
     """In its own precision: bf16 would have rounded 0.1."""
     whole, part = parameter(*shape, dtype=torch.bfloat16), parameter(4)
-    optimizer = make_local(make, [whole], {whole: [part]})
+    optimizer = make_local(make([whole]), {whole: [part]})
     assert not optimizer.state, "it may have no memory yet"
     part.grad = torch.ones(4)
     optimizer.step()
@@ -120,7 +128,7 @@ def test_a_part_begins_as_the_parameter_does(shape: tuple[int, ...]) -> None:
 
 def test_a_state_that_is_forgotten_begins_again() -> None:
     whole, part = parameter(2), parameter(2)
-    optimizer = make_local(make, [whole], {whole: [part]})
+    optimizer = make_local(make([whole]), {whole: [part]})
     for _ in range(2):
         part.grad = torch.ones(2)
         optimizer.step()
@@ -133,7 +141,7 @@ def test_each_of_several_optimizers_begins_its_own_way() -> None:
     def both(_: Any) -> torch.optim.Optimizer:
         return CombinedOptimizer([Eager([first], start=1.0), Eager([second], start=2.0)])
 
-    optimizer = make_local(both, [first, second], {first: [parts[0]], second: [parts[1]]})
+    optimizer = make_local(both([first, second]), {first: [parts[0]], second: [parts[1]]})
     for part in parts:
         part.grad = torch.zeros_like(part)
     optimizer.step()
@@ -142,7 +150,7 @@ def test_each_of_several_optimizers_begins_its_own_way() -> None:
 
 def test_a_copy_of_the_optimizer_begins_alike() -> None:
     whole, part = parameter(2), parameter(2)
-    copy = deepcopy(make_local(make, [whole], {whole: [part]}))
+    copy = deepcopy(make_local(make([whole]), {whole: [part]}))
     (copied,) = copy.param_groups[0]["params"]
     copied.grad = torch.ones(2)
     copy.step()
@@ -151,7 +159,7 @@ def test_a_copy_of_the_optimizer_begins_alike() -> None:
 
 def test_state_that_differs_between_elements_is_nobody_s_to_make() -> None:
     whole, part = parameter(2), parameter(2)
-    optimizer = make_local(Anchored, [whole], {whole: [part]})
+    optimizer = make_local(Anchored([whole]), {whole: [part]})
     part.grad = torch.ones(2)
     with pytest.raises(KeyError, match="step"):
         optimizer.step()
@@ -159,11 +167,11 @@ def test_state_that_differs_between_elements_is_nobody_s_to_make() -> None:
 
 def test_what_looks_at_the_optimizer_leaves_no_state() -> None:
     whole, part = parameter(2, 2), parameter(2, 2)
-    optimizer = make_local(torch.optim.Adagrad, [whole], {whole: [part]})
+    optimizer = make_local(torch.optim.Adagrad([whole]), {whole: [part]})
     forms = state_forms(optimizer, part)
     assert forms is not None
     assert {key: tuple(form.shape) for key, form in forms.items()} == {"step": (), "sum": (1, 1)}
-    optimizer = make_local(make, [whole], {whole: [part]})
+    optimizer = make_local(make([whole]), {whole: [part]})
     check_gradient(optimizer, "w", part, torch.ones(2, 2).to_sparse())
     assert not optimizer.state
 
@@ -227,7 +235,7 @@ def test_nobody_touches_state_while_an_update_is_under_way(touch: str) -> None:
 
 def test_state_that_is_loaded_is_kept_where_it_is_watched() -> None:
     whole, part = parameter(2), parameter(2)
-    optimizer = make_local(torch.optim.Adam, [whole], {whole: [part]})
+    optimizer = make_local(torch.optim.Adam([whole]), {whole: [part]})
     part.grad = torch.ones(2)
     optimizer.step()
     states, saved = optimizer.state, deepcopy(optimizer.state_dict())

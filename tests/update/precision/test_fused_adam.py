@@ -41,7 +41,7 @@ class Training:
             first, *rest = parameters
             return make([{"params": [first], "lr": 1e-1, "weight_decay": 0.0}, {"params": rest}])
 
-        self.stepper = MasterStepper(groups, self.weights, local, deferred=True)
+        self.stepper = MasterStepper(groups(self.weights), local, deferred=True)
         if not fuses:
             self.stepper._fused = None
         for weight in self.weights:

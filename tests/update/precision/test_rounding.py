@@ -178,7 +178,7 @@ def make_stepper(make: Make, values: list[Tensor], **options: Any) -> RoundingSt
         weight.grad_dtype = torch.float32
     local = [LocalParameter(str(index), weight, weight) for index, weight in enumerate(weights)]
     placements = {each.tensor: placement(each.name, each.tensor) for each in local}
-    return RoundingStepper(make, weights, local, placements, KeyedRounding(7), **options)
+    return RoundingStepper(make(weights), local, placements, KeyedRounding(7), **options)
 
 
 def run(

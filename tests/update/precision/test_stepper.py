@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.state.ownership import MASTER, LocalParameter
 from echelon.update.optim import CombinedOptimizer
+from echelon.update.optim.local import make_whole
 from echelon.update.precision import flat_memory, stepper
 from echelon.update.precision.optimizer_call import DeviceCall, HostCall
 from echelon.update.precision.stepper import DirectStepper, MasterStepper
@@ -74,7 +75,7 @@ def deferred_and_not(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
 def test_masters_are_updated_once_in_each_step(deferred: bool, gradients: torch.dtype) -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(adamw, [each.parameter for each in local], local, deferred=deferred)
+    masters = MasterStepper(adamw([each.parameter for each in local]), local, deferred=deferred)
     for step in range(4):
         set_gradients(local, step, gradients)
         masters.step(0.5)
@@ -88,7 +89,7 @@ def test_masters_are_updated_once_in_each_step(deferred: bool, gradients: torch.
 @deferred_and_not
 def test_one_step_is_one_call(deferred: bool) -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(adamw, [each.parameter for each in local], local, deferred=deferred)
+    masters = MasterStepper(adamw([each.parameter for each in local]), local, deferred=deferred)
     calls: list[int] = []
     masters.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     set_gradients(local, 0)
@@ -108,7 +109,7 @@ class CountingSGD(torch.optim.SGD):
 
 def test_an_optimizer_of_the_user_s_own_is_called_once() -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(CountingSGD, [each.parameter for each in local], local)
+    masters = MasterStepper(CountingSGD([each.parameter for each in local]), local)
     set_gradients(local, 0)
     masters.step(1.0)
     assert isinstance(masters.optimizer, CountingSGD)
@@ -117,7 +118,7 @@ def test_an_optimizer_of_the_user_s_own_is_called_once() -> None:
 
 def test_a_step_that_somebody_has_replaced_is_called_once() -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(adamw, [each.parameter for each in local], local)
+    masters = MasterStepper(adamw([each.parameter for each in local]), local)
     steps: list[int] = []
     masters.optimizer.step = lambda: steps.append(1)  # type: ignore[method-assign, assignment]
     set_gradients(local, 0)
@@ -129,7 +130,7 @@ def test_a_step_that_somebody_has_replaced_is_called_once() -> None:
 def test_gradients_in_bf16_and_their_copies_take_no_more_than_float32_gradients(deferred: bool) -> None:
     """All of them were copied at once: 6 bytes per parameter in all, where float32 gradients take 4."""
     local = [LocalParameter(str(size), p, p) for size in (640, 64, 320, 256) for p in [low_weight(size)]]
-    masters = MasterStepper(sgd, [each.parameter for each in local], local, deferred=deferred)
+    masters = MasterStepper(sgd([each.parameter for each in local]), local, deferred=deferred)
     for each in local:
         each.tensor.grad = torch.ones_like(each.tensor)
     masters.step(1.0)
@@ -145,7 +146,7 @@ def portioned(make: Callable[..., torch.optim.Optimizer], *, deferred: bool) -> 
     local = [LocalParameter(str(number), p, p) for number in range(4) for p in [low_weight(64)]]
     for each in local:
         each.tensor.grad = torch.ones_like(each.tensor)
-    return MasterStepper(make, [each.parameter for each in local], local, deferred=deferred)
+    return MasterStepper(make([each.parameter for each in local]), local, deferred=deferred)
 
 
 def test_a_flag_that_must_be_read_is_read_once_for_all_portions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def low_weight(size: int) -> nn.Parameter:
 
 def test_masters_share_one_memory_and_each_has_a_place_of_its_own() -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(adamw, [each.parameter for each in local], local)
+    masters = MasterStepper(adamw([each.parameter for each in local]), local)
     assert not any(masters.state(each) for each in local), "before an update they are what the weights are"
     masters.step(1.0)
     views = [masters.state(each)[MASTER] for each in local]
@@ -187,7 +188,7 @@ def test_a_gradient_that_lies_unlike_its_master_is_copied(deferred: bool) -> Non
     weight.grad_dtype = torch.float32
     weight.grad = gradient = torch.arange(6.0).view(3, 2).t()
     local = [LocalParameter("w", weight, weight)]
-    masters = MasterStepper(sgd, [weight], local, deferred=deferred)
+    masters = MasterStepper(sgd([weight]), local, deferred=deferred)
     masters.step(2.0)
     assert torch.equal(masters.state(local[0])[MASTER], -2 * torch.arange(6.0).view(3, 2).t())
     assert gradient.flatten().tolist() == [0, 2, 4, 1, 3, 5], "the copy was scaled"
@@ -196,7 +197,7 @@ def test_a_gradient_that_lies_unlike_its_master_is_copied(deferred: bool) -> Non
 @deferred_and_not
 def test_a_skipped_step_changes_neither_weights_nor_masters(deferred: bool) -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(adamw, [each.parameter for each in local], local, deferred=deferred)
+    masters = MasterStepper(adamw([each.parameter for each in local]), local, deferred=deferred)
     for step, skip in ((3, False), (4, False), (5, False), (6, True)):
         set_gradients(local, step)
         before = [(each.tensor.detach().clone(), copy.deepcopy(masters.state(each))) for each in local]
@@ -212,7 +213,7 @@ def test_a_skipped_step_changes_neither_weights_nor_masters(deferred: bool) -> N
 
 def test_without_masters_the_weights_themselves_are_updated_by_the_scaled_gradient() -> None:
     local = weights(torch.float32)
-    direct = DirectStepper(momentum, [each.parameter for each in local], local)
+    direct = DirectStepper(momentum([each.parameter for each in local]), local)
     for step in range(4):
         set_gradients(local, step)
         direct.step(0.5)
@@ -234,7 +235,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def test_updates_that_are_too_small_for_the_weight_add_up_in_the_master() -> None:
     """Added to the weight itself, 1e-3 would be lost each time: bf16 has steps of 1/128 there."""
     local = two_weights()[:1]
-    masters = MasterStepper(sgd, [local[0].parameter], local)
+    masters = MasterStepper(sgd([local[0].parameter]), local)
     for _ in range(10):
         local[0].tensor.grad = torch.full((2,), -1e-3, dtype=torch.bfloat16)
         masters.step(1.0)
@@ -245,7 +246,7 @@ def test_updates_that_are_too_small_for_the_weight_add_up_in_the_master() -> Non
 def test_a_step_leaves_no_gradient_at_the_masters() -> None:
     """It would keep memory until the next step, a bucket's or that of a float32 copy."""
     local = two_weights()
-    masters = MasterStepper(sgd, [each.parameter for each in local], local)
+    masters = MasterStepper(sgd([each.parameter for each in local]), local)
     gradient = torch.tensor([4.0, 8.0], dtype=torch.bfloat16)
     local[0].tensor.grad = gradient
     masters.step(0.25)
@@ -256,7 +257,7 @@ def test_a_step_leaves_no_gradient_at_the_masters() -> None:
 
 def test_a_weight_without_a_gradient_keeps_its_value_and_has_no_state_but_its_master() -> None:
     first, second = local = two_weights()
-    masters = MasterStepper(adamw, [each.parameter for each in local], local)
+    masters = MasterStepper(adamw([each.parameter for each in local]), local)
     first.tensor.grad = torch.ones(2, dtype=torch.bfloat16)
     masters.step(1.0)
     assert masters.state(first).keys() == {MASTER, "step", "exp_avg", "exp_avg_sq"}
@@ -270,7 +271,7 @@ def test_runs_of_one_parameter_each_have_their_own_state() -> None:
         LocalParameter("w", whole, nn.Parameter(whole.detach()[begin:end]), begin)
         for begin, end in ((0, 4), (4, 6))
     ]
-    direct = DirectStepper(adamw, [whole], local)
+    direct = DirectStepper(adamw([whole]), local)
     for each in local:
         each.tensor.grad = torch.ones_like(each.tensor)
     direct.step(1.0)
@@ -301,7 +302,7 @@ def test_a_stepper_without_more_has_no_state_and_nothing_under_way() -> None:
 @pytest.mark.parametrize("kind", [DirectStepper, MasterStepper])
 def test_of_a_unit_no_other_weight_is_updated(kind: type[DirectStepper | MasterStepper]) -> None:
     first, second = local = two_weights()
-    stepped = kind(sgd, [each.parameter for each in local], local)
+    stepped = kind(sgd([each.parameter for each in local]), local)
     for each in local:
         each.tensor.grad = torch.ones(2, dtype=torch.bfloat16)
     stepped.step(1.0, unit=[first])
@@ -318,7 +319,7 @@ def test_masters_of_what_is_on_the_device_are_made_in_the_first_update(
     by_unit: bool, made: list[bool]
 ) -> None:
     local = two_weights()
-    masters = MasterStepper(sgd, [each.parameter for each in local], local)
+    masters = MasterStepper(sgd([each.parameter for each in local]), local)
     masters.by_unit = by_unit
     local[0].tensor.grad = torch.ones(2, dtype=torch.bfloat16)
     masters.step(1.0, unit=local[:1])
@@ -331,7 +332,7 @@ def test_masters_of_what_is_on_the_device_are_made_in_the_first_update(
 
 def test_a_master_follows_the_elements_that_somebody_has_changed() -> None:
     local = two_weights()
-    masters = MasterStepper(sgd, [each.parameter for each in local], local)
+    masters = MasterStepper(sgd([each.parameter for each in local]), local)
     masters.take_over(local)  # there are none
     for each in local:
         each.tensor.grad = torch.full((2,), -1e-3, dtype=torch.bfloat16)
@@ -370,7 +371,7 @@ def load(masters: MasterStepper, local: LocalParameter, finer: Tensor | None) ->
 def test_a_checkpoint_brings_a_master_or_takes_it_away(has_masters: bool) -> None:
     """One that stayed, with a checkpoint of weights alone, would undo what is loaded."""
     first, second = local = two_weights()
-    masters = MasterStepper(momentum, [each.parameter for each in local], local)
+    masters = MasterStepper(momentum([each.parameter for each in local]), local)
     if has_masters:
         for each in local:
             each.tensor.grad = torch.ones(2, dtype=torch.bfloat16)
@@ -393,7 +394,7 @@ def test_a_checkpoint_brings_a_master_or_takes_it_away(has_masters: bool) -> Non
 def test_after_a_load_the_fused_kernel_looks_for_memory_again() -> None:
     local = weights(torch.float16)
     with adam_on_cpu():
-        masters = MasterStepper(adamw, [each.parameter for each in local], local, deferred=True)
+        masters = MasterStepper(adamw([each.parameter for each in local]), local, deferred=True)
         for _ in range(2):
             for each in local:
                 each.tensor.grad = torch.ones_like(each.tensor)
@@ -408,7 +409,7 @@ def test_factor_and_skip_are_read_unless_they_are_deferred() -> None:
     local = two_weights()
     for kind in (DirectStepper, MasterStepper):
         kinds = [
-            type(kind(sgd, [each.parameter for each in local], local, **options)._call) for options in OPTIONS
+            type(kind(sgd([each.parameter for each in local]), local, **options)._call) for options in OPTIONS
         ]
         assert kinds == [HostCall, HostCall, DeviceCall]
 
@@ -442,7 +443,7 @@ def test_an_optimizer_is_asked_about_each_gradient_of_a_unit() -> None:
     table = nn.Parameter(torch.ones(3, 2))
     other = nn.Parameter(torch.ones(1))
     local = [LocalParameter("table", table, table), LocalParameter("other", other, other)]
-    direct = DirectStepper(adamw, [table, other], local)
+    direct = DirectStepper(adamw([table, other]), local)
     direct.check_gradients(local)
     table.grad = torch.eye(3)[:, :2].to_sparse()
     direct.check_gradients(local[1:])
@@ -505,5 +506,5 @@ def test_on_a_device_the_kernel_of_adam_alone_takes_gradients_of_16_bits_at_no_c
     monkeypatch.setattr("echelon.update.precision.fused_adam.has_triton", lambda: has_triton)
     local = weights(torch.bfloat16)
     for make, on_device in ((adamw, has_triton), (momentum, False)):
-        assert MasterStepper(make, [], local, deferred=True).takes_products == on_device
-        assert MasterStepper(make, [], local, deferred=False).takes_products
+        assert MasterStepper(make_whole(make, []), local, deferred=True).takes_products == on_device
+        assert MasterStepper(make_whole(make, []), local, deferred=False).takes_products

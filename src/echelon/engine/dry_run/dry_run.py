@@ -242,7 +242,9 @@ def dry_run(
     with HollowMemory(), run.engine(plan, rank) as (engine, mesh):
         mesh.messages.descriptions = dict(_descriptions(run, engine, mesh))
         moved = tuple(bytes_of_step(engine, batch) for _ in range(steps))
-        return DryRun(plan, rank, moved, engine.memory(), _program(engine, mesh))
+        program, own = engine.program, mesh.messages.rank
+        shown = tuple(show_instruction(each, program.stages_of(own)) for each in program.ranks[own])
+        return DryRun(plan, rank, moved, engine.memory(), shown)
 
 
 def _errors(plan: Plan, rank: int, steps: int) -> Iterator[str]:
@@ -316,11 +318,6 @@ def _totals(ledger: Ledger) -> Bytes:
         key: Operations(total.count, total.payload, total.sent, total.received)
         for key, total in ledger.totals.items()
     }
-
-
-def _program(engine: Engine, mesh: EqualMesh) -> tuple[str, ...]:
-    program, rank = engine.program, mesh.messages.rank
-    return tuple(show_instruction(each, program.stages_of(rank)) for each in program.ranks[rank])
 
 
 # What arrives from the stage before.

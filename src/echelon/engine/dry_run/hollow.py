@@ -62,11 +62,7 @@ class HollowMemory(TorchDispatchMode):
             is_left_out = is_left_out and kwargs.get("device") != torch.device("meta")
         else:
             is_left_out = any(map(is_hollow, tensors))
-        return (_leave_out if is_left_out else _compute)(func, name, args, kwargs)
-
-
-def _compute(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
-    return func(*args, **kwargs)
+        return _leave_out(func, name, args, kwargs) if is_left_out else func(*args, **kwargs)
 
 
 def is_hollow(tensor: Tensor) -> bool:

@@ -38,7 +38,7 @@ from echelon.state.bounded_json import parse_json
 from echelon.state.checkpoint.manifest import Manifest
 from echelon.state.checkpoint.rank_save import SaveOptions
 from echelon.state.checkpoint.save import Saver
-from echelon.state.checkpoint.saved import SavedState, number_errors, numbers_of, open_whole
+from echelon.state.checkpoint.saved import SavedState, number_errors, numbers_of
 from echelon.state.ownership import AVERAGE, MASTER, VALUE, OwnedSlice, Slice, StateNames
 from echelon.state.weight_files.layout import whole
 from echelon.update.optim.optimizer_state import owner_of, state_forms
@@ -305,7 +305,7 @@ class Checkpointing(StepObserver):
         """`synchronize`: brings every rank to the newest weights; raises if the engine cannot go on."""
         self._state, self._runner, self._synchronize = state, runner, synchronize
         mesh = state.mesh
-        self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
+        self.saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
         runner.observers.add(self)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
         self.num_loads = 0  # those that have begun to change the engine
@@ -314,7 +314,7 @@ class Checkpointing(StepObserver):
 
     def before_update(self) -> None:
         """A copy that is made behind the passes of this step must be done."""
-        self._saver.before_changes()
+        self.saver.before_changes()
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any], options: SaveOptions, *, copy_behind: bool
@@ -322,26 +322,19 @@ class Checkpointing(StepObserver):
         if copy_behind and self._runner.updates_last:
             # Buffers, and whatever else is saved, may change in the forward pass.
             options = options._replace(later=lambda box: box.name in self._state.names.parameters)
-        self._saver.save(path, *self.saved_state(extra), options)
+        self.saver.save(path, *self.saved_state(extra), options)
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
         self._synchronize()
         return self._state.saved(self._runner.counters()), self._state.manifest(extra)
 
-    def finish_saving(self) -> None:
-        self._saver.finish()
-
     def saving_error(self) -> UserError | None:
         """Finish the save that is under way, and return what went wrong."""
         try:
-            self._saver.finish()
+            self.saver.finish()
         except UserError as error:
             return error
         return None
-
-    def abandon_saving(self) -> None:
-        """After a failure: without a word to other ranks, which may be gone."""
-        self._saver.abandon()
 
     # Loading.
 
@@ -358,22 +351,14 @@ class Checkpointing(StepObserver):
                 "and a part from before; load a whole checkpoint with engine.load, or start again"
             )
 
-    def load(self, path: str | Path, *, optimizer: bool, options: bool, verify: bool) -> dict[str, Any]:
-        return self._load(lambda: open_whole(path, verify=verify), optimizer=optimizer, options=options)
-
-    def load_saved(self, saved: SavedState) -> dict[str, Any]:
-        return self._load(lambda: saved, optimizer=True, options=True)
-
-    def _load(
-        self, open_saved: Callable[[], SavedState], *, optimizer: bool, options: bool
-    ) -> dict[str, Any]:
+    def load(self, open_saved: Callable[[], SavedState], *, optimizer: bool, options: bool) -> dict[str, Any]:
         failed, self._unfinished_load = self._unfinished_load, ""
         try:
             self._synchronize()
             loading = Loading(open_saved(), self._state, optimizer=optimizer, options=optimizer and options)
             loading.check()
             failed = str(loading.saved.path)
-            self._saver.before_changes()
+            self.saver.before_changes()
             self.num_loads += 1
             loading.read()
             loading.restore(self._runner)

@@ -276,20 +276,15 @@ def _begin_segment(problem: _Problem, labels: _Labels, index: int, *, bounded: b
     seconds, kept, numbers = labels.at(index)
     kept = kept + in_flight * problem.layers[index].input
     place, seconds, kept, numbers = labels.by_level(seconds, kept, numbers)
-    end = _last_end(problem, index)
+    end, last = index, min(int(problem.last[index]), index + problem.longest)
+    while end < last and problem.layers[end].can_recompute:
+        end += 1
     room = problem.room(labels.limit, kept) if bounded else np.full(kept.shape, np.inf)
     sizes = problem.recomputed[index, index + 1 : end + 1]  # grow with the length
     sizes = sizes[: np.searchsorted(sizes, room.max(initial=0.0), side="right")]
     added = problem.seconds[index + 1 : index + 1 + len(sizes)] - problem.seconds[index]
     totals = np.where(sizes[:, None] <= room, seconds + added[:, None], np.inf)
     labels.improve(index + 1, 0, place, totals, kept, numbers)
-
-
-def _last_end(problem: _Problem, begin: int) -> int:
-    end, last = begin, min(int(problem.last[begin]), begin + problem.longest)
-    while end < last and problem.layers[end].can_recompute:
-        end += 1
-    return end
 
 
 def _choices(problem: _Problem, labels: _Labels) -> Iterator[Choice]:

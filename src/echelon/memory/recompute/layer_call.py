@@ -5,7 +5,7 @@ LayerHistory    of one layer: what its first call has shown that it changes
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -169,52 +169,17 @@ class BuffersBefore(NamedTuple):
     changing: set[Slot] | None
 
 
-@final
-class LayerBuffers:
-    """The buffers of a layer. In the first call all are copied, and then those that it has changed. Which
-    they are depends on what trains: a call in a new mode is a first call again."""
-
-    def __init__(self, modules: Sequence[nn.Module], name: str) -> None:
-        self._modules, self._name = [module for module in modules if module._buffers], name
-        self._changing: dict[Mode, set[Slot]] = {}
-
-    def before(self, mode: Mode) -> BuffersBefore:
-        changing = self._changing.get(mode)
-        states = {
-            (module, name): _state(buffer, copied=changing is None or (module, name) in changing)
-            for module in self._modules
-            for name, buffer in module._buffers.items()
-        }
-        return BuffersBefore(states, mode, changing)
-
-    def changed(self, before: BuffersBefore) -> BufferStates:
-        """The values of before, of what a run has changed since."""
-        changed = {slot for slot, state in before.states.items() if _has_changed(slot, state)}
-        if before.changing is None:
-            changed |= _unmarked(before.states, changed)
-            self._changing[before.mode] = changed
-        elif not changed <= before.changing:
-            names = sorted({name for _, name in changed - before.changing})
-            raise UserError(
-                f"recompute: {self._name} changes its buffer {', '.join(names)}, which it has not changed in "
-                "its first call, so that it cannot run again from the value of before; change it in every "
-                "call or in none, or use recompute=none"
-            )
-        else:
-            changed = before.changing & before.states.keys()  # also without a mark
-        return {slot: before.states[slot].copy for slot in changed}
-
-    @contextmanager
-    def replaced(self, states: BufferStates) -> Iterator[None]:
-        """Modules have these buffers inside, and then the ones that they have now again."""
-        current = {(module, name): module._buffers[name] for module, name in states}
-        for (module, name), buffer in states.items():
+@contextmanager
+def _buffers_as(states: BufferStates) -> Iterator[None]:
+    """Modules have these buffers inside, and then the ones that they have now again."""
+    current = {(module, name): module._buffers[name] for module, name in states}
+    for (module, name), buffer in states.items():
+        module._buffers[name] = buffer
+    try:
+        yield
+    finally:
+        for (module, name), buffer in current.items():
             module._buffers[name] = buffer
-        try:
-            yield
-        finally:
-            for (module, name), buffer in current.items():
-                module._buffers[name] = buffer
 
 
 def _state(buffer: Tensor | None, *, copied: bool) -> _Before:
@@ -248,18 +213,45 @@ def _unmarked(states: Mapping[Slot, _Before], changed: set[Slot]) -> set[Slot]:
 @final
 class LayerHistory:
     """Learned from earlier calls of a layer. In its first call, everything that a forward may change is
-    copied before; so it is in the first call of any other mode."""
+    copied before; so it is in the first call of any other mode, since what changes depends on what trains."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.modules, self.name = list(module.modules()), name
-        self.buffers = LayerBuffers(self.modules, name)
         self.changed_arguments: dict[Mode, frozenset[int]] = {}  # by their number
+        self._changing: dict[Mode, set[Slot]] = {}  # buffers
+        self._with_buffers = [each for each in self.modules if each._buffers]
 
     def mode(self) -> Mode:
         return tuple(module.training for module in self.modules)
 
     def weight_storages(self) -> set[int]:
         return weight_storages(self.modules)
+
+    def buffers_before(self, mode: Mode) -> BuffersBefore:
+        changing = self._changing.get(mode)
+        states = {
+            (module, name): _state(buffer, copied=changing is None or (module, name) in changing)
+            for module in self._with_buffers
+            for name, buffer in module._buffers.items()
+        }
+        return BuffersBefore(states, mode, changing)
+
+    def changed_buffers(self, before: BuffersBefore) -> BufferStates:
+        """The values of before, of what a run has changed since."""
+        changed = {slot for slot, state in before.states.items() if _has_changed(slot, state)}
+        if before.changing is None:
+            changed |= _unmarked(before.states, changed)
+            self._changing[before.mode] = changed
+        elif not changed <= before.changing:
+            names = sorted({name for _, name in changed - before.changing})
+            raise UserError(
+                f"recompute: {self.name} changes its buffer {', '.join(names)}, which it has not changed in "
+                "its first call, so that it cannot run again from the value of before; change it in every "
+                "call or in none, or use recompute=none"
+            )
+        else:
+            changed = before.changing & before.states.keys()  # also without a mark
+        return {slot: before.states[slot].copy for slot in changed}
 
 
 @final
@@ -277,30 +269,30 @@ class LayerCall:
         self.layer, self._settings = layer, settings
         self._mode = layer.history.mode()
         changed = layer.history.changed_arguments.get(self._mode)
-        self._arguments = Arguments(args, kwargs, previous, changed, layer.name)
+        self.arguments = Arguments(args, kwargs, previous, changed, layer.name)
         self._tape = Tape()
         self._print: OutputPrint | None = None
         self._buffers: BufferStates = {}
 
     def kept_storages(self) -> set[int]:
         inputs = self._settings.inputs
-        return self._arguments.storages(inputs) | self.layer.history.weight_storages()
+        return self.arguments.storages(inputs) | self.layer.history.weight_storages()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         history = self.layer.history
         # Both before the forward: it may draw random numbers and change buffers.
         self._surroundings = Surroundings(history.modules, self._settings)
-        buffers = history.buffers.before(self._mode)
+        buffers = history.buffers_before(self._mode)
         with self._tape.record():
             yield
-        self._buffers = history.buffers.changed(buffers)
+        self._buffers = history.changed_buffers(buffers)
         self._surroundings.finish()
 
     def finish(self, output: Any, hooks: Hooks | None) -> None:
         """The first run is over: keep the arguments."""
         history = self.layer.history
-        changed = self._arguments.keep(self._settings.inputs, hooks)
+        changed = self.arguments.keep(self._settings.inputs, hooks)
         if not changed <= history.changed_arguments.setdefault(self._mode, changed):
             raise UserError(
                 f"recompute: {history.name} changes an argument in place that it has not changed in its "
@@ -311,14 +303,11 @@ class LayerCall:
         if self._settings.check.is_open:
             self._print = OutputPrint(output)
 
-    def arguments(self, output: Any) -> tuple[Any, Any]:
-        return self._arguments.rebuild(output)
-
     @contextmanager
     def second_run(self) -> Iterator[None]:
         with ExitStack() as around:
             around.enter_context(self._surroundings.restored())
-            around.enter_context(self.layer.history.buffers.replaced(self._buffers))
+            around.enter_context(_buffers_as(self._buffers))
             around.enter_context(self._tape.replay())
             yield
 

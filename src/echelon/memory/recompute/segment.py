@@ -187,7 +187,7 @@ class Run:
             with torch.enable_grad(), replace(recorder.pack, _take):
                 for recorder.call in self._calls:
                     with self._settings.during(recorder.call.layer.module), recorder.call.second_run():
-                        args, kwargs = recorder.call.arguments(output)
+                        args, kwargs = recorder.call.arguments.rebuild(output)
                         output = recorder.call.layer.inner(*args, **kwargs)
                     if not recorder.call.compare(output, check):
                         raise recorder.differs("returned other tensors")

@@ -30,7 +30,7 @@ from echelon.update.async_training.port import (
 )
 from echelon.update.async_training.server import Gradient, Server, ServerFailed
 from echelon.update.optim.learning_rate import LearningRate
-from echelon.update.optim.local import Make
+from echelon.update.optim.local import Make, make_whole
 from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from echelon.update.update import InWhole
 
@@ -58,7 +58,7 @@ class Host:
         self._parameters = [p for _, p in named]
         self._weights = flat_buckets(self._parameters, dtype_of=weight_dtype)
         local = _copy_into(self._weights, named)
-        self._stepper = stepper(make, self._parameters, local)
+        self._stepper = stepper(make_whole(make, self._parameters), local)
         self.optimizer = self._stepper.optimizer
         self.server = Server(
             self._weights,

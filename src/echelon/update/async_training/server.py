@@ -45,19 +45,15 @@ class PushResult(NamedTuple):
 @dataclass(eq=False)
 class Gradient:
     """One worker's gradient, in buckets; `used` flags parameters in the model's order. Times `factor` it is
-    that of the loss total. In fp16 that product may be too small or too large."""
+    that of the loss total. In fp16 that product may be too small or too large. Pushed in `step`; `result`:
+    what came of it."""
 
     buckets: list[Bucket]
     used: Tensor
     total: float
     count: float
     factor: float = 1.0
-
-
-@dataclass(eq=False)
-class _Contribution:
-    step: int
-    gradient: Gradient
+    step: int = 0
     result: PushResult | None = None
 
 
@@ -85,7 +81,7 @@ class Server:
         self.queue = DeviceQueue(weights[0].buffer.device if weights else torch.device("cpu"))
         self._clocks = Clocks(workers, staleness)
         self._pulled = [0] * workers
-        self._round: dict[int, _Contribution] = {}
+        self._round: dict[int, Gradient] = {}  # by worker
         self._taking: set[int] = set()  # who has not yet copied the weights that all synchronized on
         self._log: list[Push] = []
         self._error: BaseException | None = None
@@ -103,24 +99,22 @@ class Server:
 
     def push(self, worker: int, step: int, gradient: Gradient) -> PushResult:
         """Return when the gradient is part of the weights. It belongs to the server until then."""
-        contribution = _Contribution(step, gradient)
-        with (
-            self.queue.behind_caller(),
-            self._changed,
-        ):  # whichever thread updates, the gradient is there by then
-            self._round[worker] = contribution
+        gradient.step, gradient.result = step, None
+        # Whichever thread updates, the gradient is there by then.
+        with self.queue.behind_caller(), self._changed:
+            self._round[worker] = gradient
             self._changed.notify_all()
             self._wait(
                 lambda: (
-                    contribution.result is not None
+                    gradient.result is not None
                     or not self._in_rounds
                     or self._clocks.awaited(step) <= self._round.keys()
                 )
             )
-            if contribution.result is None:
+            if gradient.result is None:
                 self._update()
-            assert contribution.result is not None
-            return contribution.result
+            assert gradient.result is not None
+            return gradient.result
 
     def synchronize(self, worker: int, into: Sequence[Tensor]) -> int:
         """Wait for all workers to synchronize, copy the weights out, and return when all have."""
@@ -228,8 +222,8 @@ class Server:
         self._round = {}
         self._changed.notify_all()
 
-    def _apply(self, round_: list[tuple[int, _Contribution]]) -> None:
-        gradients = [contribution.gradient for _, contribution in round_]
+    def _apply(self, round_: list[tuple[int, Gradient]]) -> None:
+        gradients = [gradient for _, gradient in round_]
         total, count = sum(each.total for each in gradients), sum(each.count for each in gradients)
         norm = mean = 0.0
         if count > 0:
@@ -242,11 +236,11 @@ class Server:
             self._learning_rate.set(self.version)
             self._stepper.step(clip_factor(norm, self._clip) * mean)
             self.version += 1
-        for worker, contribution in round_:
+        for worker, gradient in round_:
             if makes_version:
-                self._log.append(Push(worker, contribution.step, self._pulled[worker], self.version))
-            self._clocks.complete(worker, contribution.step)
-            contribution.result = PushResult(self.version, total, count, norm)
+                self._log.append(Push(worker, gradient.step, self._pulled[worker], self.version))
+            self._clocks.complete(worker, gradient.step)
+            gradient.result = PushResult(self.version, total, count, norm)
 
     def _give(self, gradient: Gradient) -> None:
         """Make it the gradient of the weights; what no worker used has none, as on one device."""

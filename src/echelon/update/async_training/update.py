@@ -43,7 +43,7 @@ from echelon.update.numbers import (
     loss_and_count,
 )
 from echelon.update.optim.learning_rate import LearningRate
-from echelon.update.optim.local import Make, make_local
+from echelon.update.optim.local import Make, make_local, make_whole
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.precision.stepper import DirectStepper, MasterStepper
 from echelon.update.update import InWhole, Push, Update
@@ -153,7 +153,7 @@ class AsyncUpdate(Update):
             self.optimizer = self._host.optimizer
         else:
             trained: list[nn.Parameter] = [parameter for _, parameter in parameter_set.trained]
-            self.optimizer = make_local(make, trained, {})
+            self.optimizer = make_local(make_whole(make, trained), {})
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=False)
         self._step = 0
         self._messages: dist.ProcessGroup | None = None

@@ -64,8 +64,7 @@ def make_host_stepper(
         in_place=plan.delay == 0,
     )
     stepper = HostStepper(
-        lambda _: optimizer,
-        local.trained(),
+        optimizer,
         units,
         twins,
         mesh.boundary,

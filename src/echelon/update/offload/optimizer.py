@@ -30,7 +30,7 @@ from echelon.update.numbers import Flag, HostCopy, Number
 from echelon.update.offload.host_twins import HostTwins, Twin
 from echelon.update.offload.host_worker import DirectCall, HostCall, HostRing, HostWorker, runs_beside
 from echelon.update.offload.weight_return import KeptWeights, WeightReturn
-from echelon.update.optim.local import FirstStates, Make
+from echelon.update.optim.local import FirstStates
 from echelon.update.optim.optimizer_state import load_state
 from echelon.update.precision.flat_memory import dense_strides
 from echelon.update.precision.optimizer_call import may_fuse, on_device
@@ -47,8 +47,7 @@ class HostStepper(LocalStepper):
 
     def __init__(
         self,
-        make: Make,
-        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
         units: Sequence[Sequence[LocalParameter]],
         twins: HostTwins,
         boundary: HostBoundary,
@@ -60,7 +59,7 @@ class HostStepper(LocalStepper):
         """`units`: all local parameters, in the order in which a forward pass uses them. `in_backward`: they
         are updated one after the other in the backward pass."""
         self._units, self._twins, self._boundary, self._worker = units, twins, boundary, worker
-        super().__init__(make, parameters, [each for unit in units for each in unit])
+        super().__init__(optimizer, [each for unit in units for each in unit])
         self._delay, self._in_backward = delay, in_backward
         self._number = 0
         self._ring: HostRing | None = None

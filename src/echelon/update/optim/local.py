@@ -153,10 +153,9 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def make_local(
-    make: Make, parameters: Sequence[nn.Parameter], held: Mapping[nn.Parameter, Sequence[nn.Parameter]]
+    optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """The optimizer that `make` makes of `parameters`, each replaced by the parts that are `held` of it."""
-    optimizer = make_whole(make, parameters)
+    """The optimizer over the parts that are `held` of its parameters, in place of these."""
     states = _first_states(optimizer, held)
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:

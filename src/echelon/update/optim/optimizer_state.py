@@ -128,8 +128,11 @@ def load_state(
     forms = state_forms(optimizer, updated, fused=fused) or {}
     state: dict[str, Any] = {}
     for part in saved.state_parts:
-        dtype, device = _kind(part, forms, updated, saved)
-        if part not in whole_parts and _is_by_element(part, forms, updated, saved):
+        form = forms.get(part)
+        dtype, device = _kind(part, form, updated, saved)
+        # A number of steps is none for each element, also where the parameter is one number.
+        is_number = isinstance(form, Tensor) and form.dim() < updated.dim()
+        if part not in whole_parts and saved.is_by_element(part) and not is_number:
             state[part] = _memory(before.get(part), updated.shape, strides, dtype, device)
             saved.fill(part, state[part])
         else:
@@ -149,17 +152,8 @@ def _memory(
     return torch.empty_strided(shape, tuple(strides), dtype=dtype, device=device)
 
 
-def _is_by_element(part: str, forms: Forms, updated: Tensor, saved: SavedParameter) -> bool:
-    """A number of steps is none for each element, also where the parameter is one number."""
-    form = forms.get(part)
-    is_number = isinstance(form, Tensor) and form.dim() < updated.dim()
-    return saved.is_by_element(part) and not is_number
-
-
-def _kind(
-    part: str, forms: Forms, updated: Tensor, saved: SavedParameter
-) -> tuple[torch.dtype, torch.device]:
-    form, dtype = forms.get(part), saved.parts[part].dtype
+def _kind(part: str, form: Any, updated: Tensor, saved: SavedParameter) -> tuple[torch.dtype, torch.device]:
+    dtype = saved.parts[part].dtype
     if isinstance(form, Tensor):
         return form.dtype, form.device
     if part == "step":

@@ -22,7 +22,6 @@ from echelon.collectives.buffer_layout import portions
 from echelon.nn.hashing import WEYL, hash_of, mix_, signed
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
-from echelon.update.optim.local import Make
 from echelon.update.precision.flat_memory import as_float32, flat_views, has_kernel, without_memory
 from echelon.update.precision.stepper import LocalStepper, copy_all, takes_portions, with_gradients
 
@@ -156,8 +155,7 @@ class RoundingStepper(LocalStepper):
 
     def __init__(
         self,
-        make: Make,
-        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
         local: Sequence[LocalParameter],
         placements: Mapping[nn.Parameter, Placement],
         rounding: KeyedRounding,
@@ -168,7 +166,7 @@ class RoundingStepper(LocalStepper):
         self._placements, self._rounding = placements, rounding
         self._copies = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._without_memory = {weight: copy.data for weight, copy in self._copies.items()}
-        super().__init__(make, parameters, local, deferred=deferred)
+        super().__init__(optimizer, local, deferred=deferred)
 
     def start_update(self, number: int) -> None:
         self._rounding.start_update(number)

@@ -17,7 +17,7 @@ from echelon.parallel.data.sharing import Sharing
 from echelon.state.checkpoint.saved import SavedParameter
 from echelon.state.ownership import MASTER, LocalParameter, OwnedSlice
 from echelon.update.numbers import Flag, Number
-from echelon.update.optim.local import Make, make_local
+from echelon.update.optim.local import make_local
 from echelon.update.optim.needs import inner_optimizers, need_of, works_by_element
 from echelon.update.optim.optimizer_state import check_gradient, load_state
 from echelon.update.precision.flat_memory import as_float32, dense_strides, divide, flat_views, without_memory
@@ -154,18 +154,14 @@ class LocalStepper(Stepper):
     """The optimizer updates something in place of each local parameter, which a subclass has made."""
 
     def __init__(
-        self,
-        make: Make,
-        parameters: Sequence[nn.Parameter],
-        local: Sequence[LocalParameter],
-        *,
-        deferred: bool = False,
+        self, optimizer: torch.optim.Optimizer, local: Sequence[LocalParameter], *, deferred: bool = False
     ) -> None:
+        """`optimizer`: over the parameters of which `local` has parts."""
         self._local = local
         held: dict[nn.Parameter, list[nn.Parameter]] = {}
         for each in local:
             held.setdefault(each.parameter, []).append(self.updated(each))
-        super().__init__(make_local(make, parameters, held), deferred=deferred)
+        super().__init__(make_local(optimizer, held), deferred=deferred)
 
     @abstractmethod
     def updated(self, local: LocalParameter) -> nn.Parameter:
@@ -204,17 +200,12 @@ class MasterStepper(LocalStepper):
     first update: until then they are what the weights are, and take no memory."""
 
     def __init__(
-        self,
-        make: Make,
-        parameters: Sequence[nn.Parameter],
-        local: Sequence[LocalParameter],
-        *,
-        deferred: bool = False,
+        self, optimizer: torch.optim.Optimizer, local: Sequence[LocalParameter], *, deferred: bool = False
     ) -> None:
         self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
         self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
-        super().__init__(make, parameters, local, deferred=deferred)
+        super().__init__(optimizer, local, deferred=deferred)
         self._fused = FusedAdam(self.optimizer) if deferred else None
         # On a device each portion of copies is a call of the optimizer, which must queue its kernels.
         self.takes_products = self._fused is None or self._fused.is_usable

@@ -117,7 +117,7 @@ class WholeStepper(Stepper):
         self._is_here: set[LocalParameter] = set()  # whose weights the rank that updates them has
         self._changed: set[LocalParameter] = set()  # of these, those that the user has changed since
         held = {local.parameter: [whole] for local, whole in self._wholes.items()}
-        super().__init__(make_local(lambda _: optimizer, [], held), deferred=deferred)
+        super().__init__(make_local(optimizer, held), deferred=deferred)
 
     def start_update(self, number: int) -> None:
         if self._rounding is not None:
