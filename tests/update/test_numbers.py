@@ -265,10 +265,10 @@ def test_tallies_of_an_update_know_the_last_row_of_its_own_loss_and_end_with_the
     assert not tallies
     assert [tallies.next_pass(), tallies.next_pass()] == [0, 1], "also of losses that are still to come"
     tallies.add(Tally(torch.ones(3), Counted(2.0, 4.0)))
-    assert tallies.counted == (2.0, 4.0)
+    assert tallies.known == (2.0, 4.0)
     assert (len(tallies), tallies.own, tallies.joined().tolist()) == (1, None, [1.0] * 3)
     tallies.add(Tally(torch.zeros(3)), is_own=True)
-    assert tallies.counted is None
+    assert tallies.known is None
     tallies.add(Tally(torch.ones(3)), is_summed=True)
     assert (tallies.own, tallies.joined().tolist()) == (1, [[1.0] * 3, [0.0] * 3, [1.0] * 3])
     with pytest.raises(UserError, match="summed over ranks already"):

@@ -109,6 +109,9 @@ class RankNumbers(NamedTuple):
     known: tuple[float | None, ...]
 
 
+Known = Counted | RankNumbers  # of a tally, on the host; or all numbers, of a replay
+
+
 def rank_numbers(
     tally: Tensor, square: Tensor, counted: Counted | None, clip: float | None, *, skips: bool
 ) -> RankNumbers:
@@ -135,6 +138,7 @@ class Tallies:
 
     def __init__(self) -> None:
         self._tallies: list[Tally] = []
+        self.replayed: RankNumbers | None = None  # all numbers, of a replay that nothing comes after
         self.own: int | None = None  # the last row of the engine's own loss, of which later steps learn
         self.is_summed = False  # whether gradients are summed over ranks
         self._num_passes = 0  # those of losses that are still to come too
@@ -158,9 +162,9 @@ class Tallies:
         self.is_summed = is_summed
 
     @property
-    def counted(self) -> Counted | None:
-        """Return what the host knows of the row, if there is just one."""
-        return self._tallies[0].counted if len(self._tallies) == 1 else None
+    def known(self) -> Known | None:
+        """Return the numbers of a replay, or what the host knows of the row, if there is just one."""
+        return self.replayed or (self._tallies[0].counted if len(self._tallies) == 1 else None)
 
     def joined(self) -> Tensor:
         """Return the row, or all of several."""

@@ -28,6 +28,7 @@ from echelon.update.numbers import (
     Counted,
     Flag,
     GateNumbers,
+    Known,
     Number,
     RankNumbers,
     StepNumbers,
@@ -120,7 +121,7 @@ class SynchronousUpdate(Update):
         gates: GateNumbers | None = None,
         *,
         own: int | None = 0,
-        known: Counted | RankNumbers | None = None,
+        known: Known | None = None,
     ) -> None:
         self._is_own = own is not None
         is_plain = gates is None and tally.dim() == 1 and self.is_of_one_rank

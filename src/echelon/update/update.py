@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from echelon.state.checkpoint.saved import SavedState
 from echelon.state.ownership import LocalParameter, OwnedSlice
 from echelon.update.averaging import WeightAverages
-from echelon.update.numbers import Counted, Flag, GateNumbers, Number, RankNumbers, StepNumbers
+from echelon.update.numbers import Counted, Flag, GateNumbers, Known, Number, RankNumbers, StepNumbers
 from echelon.update.precision.loss_scaling import LossScaling
 from echelon.update.unit_updates import UnitUpdates
 
@@ -68,7 +68,7 @@ class Update(ABC):
         gates: GateNumbers | None = None,
         *,
         own: int | None = 0,
-        known: Counted | RankNumbers | None = None,
+        known: Known | None = None,
     ) -> None:
         """All gradients are summed: sum this rank's tally of losses, and the norm, over all ranks; also what
         `gates` add, if the model has any. Of a tally of several batches, `own` is the last row of the

@@ -41,7 +41,7 @@ from echelon.program import (
     split_update,
     without_update,
 )
-from echelon.update.numbers import Counted, Number, RankNumbers, StepNumbers
+from echelon.update.numbers import Known, Number, StepNumbers
 
 if TYPE_CHECKING:
     from echelon.engine.step.graphs.graphed_passes import GraphedPasses
@@ -102,8 +102,13 @@ class StepRunner(ABC):
     def train(self, batch: Batch, step: int) -> StepNumbers:
         """One training step, the first of which is 0. Returns when the batch may be changed."""
         self._upload = Upload(None, self._mesh.device)
+        if self.graphs is not None:
+            self.graphs.start_step()
         try:
-            return self._train(batch, step)
+            numbers = self._train(batch, step)
+            if self.graphs is not None:
+                self.graphs.finish_step()
+            return numbers
         finally:
             self.wait_for_batch()
 
@@ -310,7 +315,7 @@ class StepRunner(ABC):
     def tie(self) -> None:
         self._update.tie()
 
-    def norm(self, tally: Tensor, *, own: int | None = 0, known: Counted | RankNumbers | None = None) -> None:
+    def norm(self, tally: Tensor, *, own: int | None = 0, known: Known | None = None) -> None:
         gates = None
         if self._balance is not None:
             self._balance.exchange(tally)

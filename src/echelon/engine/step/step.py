@@ -37,7 +37,7 @@ from echelon.nn.forward_state import BufferSnapshot
 from echelon.program import Program
 from echelon.program.build import step_program
 from echelon.update.nonfinite import NonfiniteError
-from echelon.update.numbers import Counted, RankNumbers, StepNumbers, Tallies
+from echelon.update.numbers import Known, StepNumbers, Tallies
 
 
 class Step:
@@ -63,14 +63,8 @@ class Step:
         pair = self._read(batch, self._setup.reader)
         with self._watch.step(is_empty=self._runner.is_empty) as refusal:
             self._ask_audit(batch, pair, refusal, self._setup.reader)
-            graphs = self._runner.graphs
-            if graphs is not None:
-                graphs.start_step()
             timer = self._begin(pair)
-            metrics = self._finish(self._runner.train(pair, self.counter.begun), timer)
-            if graphs is not None:
-                graphs.finish_step()
-            return metrics
+            return self._finish(self._runner.train(pair, self.counter.begun), timer)
 
     def _check_earlier_steps(self) -> None:
         # After many steps that were skipped, the next one must not begin before the last one is known.
@@ -149,7 +143,6 @@ class FlushedRunner(SidePasses):
         self._is_rehearsed = self._update.units is None
         self._has_trained = False  # the first step tries things out
         self.tallies = Tallies()  # of the update that is under way
-        self._replayed: RankNumbers | None = None  # of it, if its passes were replayed and these are known
         self._ways = Ways()
         self._renormalises = any(map(renormalises_any, self._local.modules))
 
@@ -167,7 +160,7 @@ class FlushedRunner(SidePasses):
         self.begin(step)
         self.pass_through(batch, last=True)
         if self.graphs is not None:  # nothing of the user's comes between passes and update
-            self._replayed = self.graphs.numbers
+            self.tallies.replayed = self.graphs.numbers
         return self.finish()
 
     # The parts of a step: passes of one batch, or of several whose gradients add up, and the update.
@@ -177,7 +170,7 @@ class FlushedRunner(SidePasses):
         self._number = self._update.number = step
         self._start()
         self._buffers.take()
-        self.tallies, self._replayed = Tallies(), None
+        self.tallies = Tallies()
         self._ways.start()
 
     def pass_through(self, batch: Batch, *, last: bool, own_loss: bool = True) -> Tensor:
@@ -192,10 +185,8 @@ class FlushedRunner(SidePasses):
                 stage.start_step()  # each batch is one forward pass of one device, however it is cut
             feed = self._step_feed(batch, self._number, call)
             script = self._part_script(len(feed), sums=last)
-            if self.graphs is None:
-                tally = self.run_as_is(script, feed)
-            else:
-                tally = self.graphs.run(script, feed, number_of(self._number, call.number))
+            number, graphs = number_of(self._number, call.number), self.graphs
+            tally = self.run_as_is(script, feed) if graphs is None else graphs.run(script, feed, number)
             self.tallies.add(tally, is_own=own_loss, is_summed=last)
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
@@ -229,32 +220,19 @@ class FlushedRunner(SidePasses):
             self._record_statistics(feed)
         return feed
 
-    def norm(
-        self,
-        tally: Tensor,  # noqa: ARG002 (the passes are over)
-        *,
-        own: int | None = 0,  # noqa: ARG002
-        known: Counted | RankNumbers | None = None,
-    ) -> None:
+    def norm(self, tally: Tensor, *, own: int | None = 0, known: Known | None = None) -> None:  # noqa: ARG002
         if self._update.units is not None:
             self._update.units.finish_passes()
         self.first_step.decide()
         self._update.took_other_way = not self._enters_other_nodes and self._ways.is_new()
-        known = known or self._replayed or self.tallies.counted
-        super().norm(self.tallies.joined(), own=self.tallies.own, known=known)
+        super().norm(self.tallies.joined(), own=self.tallies.own, known=self.tallies.known)
 
     def publish(self) -> None:
         self._buffers.restore(self._update.undoes)
         units = self._update.units
         if units is None or units.rehearsal is None:
-            self._tell_update()
+            self.observers.tell("after_update", self._update.skips)
         super().publish()
-
-    def _tell_update(self) -> None:
-        skips = self._update.skips
-        if self._replayed is not None and isinstance(skips, Tensor) and self.observers.hears("after_update"):
-            skips = skips.clone()  # the next replay writes another one
-        self.observers.tell("after_update", skips)
 
     @property
     def updates_last(self) -> bool:

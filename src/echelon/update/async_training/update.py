@@ -34,11 +34,10 @@ from echelon.update.async_training.host import Host, flat_buckets
 from echelon.update.async_training.port import SERVER, LocalPort, Port, RemotePort, open_group
 from echelon.update.async_training.server import Gradient
 from echelon.update.numbers import (
-    Counted,
     GateNumbers,
     HostCopy,
+    Known,
     Outcome,
-    RankNumbers,
     StepNumbers,
     loss_and_count,
 )
@@ -178,7 +177,7 @@ class AsyncUpdate(Update):
         gates: GateNumbers | None = None,  # noqa: ARG002 (there is one row, and no gate)
         *,
         own: int | None = 0,  # noqa: ARG002
-        known: Counted | RankNumbers | None = None,  # noqa: ARG002
+        known: Known | None = None,  # noqa: ARG002
     ) -> None:
         """The server sums: a worker has its own numbers alone."""
         total, count, scaled = HostCopy(

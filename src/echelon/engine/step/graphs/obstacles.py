@@ -28,7 +28,7 @@ _PASS_EVENTS = (
     "after_backward",
     "before_unit",
 )
-_LATE_EVENTS = ("before_reduce", "after_passes")
+_LATE_EVENTS = ("before_reduce", "after_passes", "after_update")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 WARM_STEPS = METERED_STEPS + 1  # the first steps measure memory, and try kernels out
@@ -51,7 +51,8 @@ def is_seen(observers: Observers) -> bool:
 
 
 def sees_gradients(observers: Observers) -> bool:
-    """Return whether an observer comes between passes and update, and may change gradients."""
+    """Return whether an observer comes between passes and update, and may change gradients; or is told of the
+    update by a flag, which the next replay would write again."""
     return observers.is_heard(_LATE_EVENTS, (Meter,))
 
 
