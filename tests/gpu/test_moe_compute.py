@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.nn.experts import Experts, MixtureOfExperts, SoftmaxGate, grouped_experts
 from echelon.nn.experts.compute import Activation, routed_experts
-from echelon.nn.experts.routing import router_logits
+from echelon.nn.experts.routing import largest, router_logits, top_softmax
 from echelon.nn.experts.rows import is_native, multiply, outer, sort_slots, tma_kernels_for
 
 pytestmark = [
@@ -22,6 +22,36 @@ EXPERTS = 8
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 # Width and hidden: the third are not for torch's grouped product; the last, with many rows, for TMA.
 SIZES = [(64, 96), (200, 136), (33, 20), (256, 192)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (70, 5, 2), (3000, 64, 6), (33, 1000, 16)])
+def test_gates_choose_and_count_as_on_the_cpu(tokens: int, experts: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 4, (tokens, experts), generator=generator) / 2  # many are equal
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40])
+    place = torch.randint(40, scores.shape, generator=generator)
+    scores = torch.where(place < len(special), special[place.clamp(max=len(special) - 1)], scores)
+    assert torch.equal(largest(scores.cuda(), k).cpu(), largest(scores, k))
+    logits = 3 * torch.randn(tokens, experts, generator=generator)
+    gradients = [torch.randn(shape, generator=generator) for shape in ((tokens, experts), (tokens, k))]
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = logits.to(device, copy=True).requires_grad_()
+        probabilities, indices, weights = top_softmax(leaf, k, normalize=True)
+        total = (probabilities * gradients[0].to(device)).sum() + (weights * gradients[1].to(device)).sum()
+        total.backward()
+        results.append([each.detach().cpu() for each in (probabilities, indices, weights, leaf.grad)])  # type: ignore[union-attr]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_choice_that_no_gradient_comes_to_has_none() -> None:
+    logits = torch.randn(20, 8, device="cuda", requires_grad=True)
+    _, _, weights = top_softmax(logits, 2, normalize=True)
+    function = torch.autograd.function.once_differentiable(lambda ctx, gradient: None)
+    cut = type("Cut", (torch.autograd.Function,), {"forward": lambda ctx, x: x.clone(), "backward": function})
+    cut.apply(weights).sum().backward()  # type: ignore[attr-defined]
+    assert logits.grad is None
 
 
 def routings() -> dict[str, Tensor]:

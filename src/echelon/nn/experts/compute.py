@@ -86,6 +86,7 @@ def _compute(
 ) -> Tensor:
     x, first, down = _autocast(x, first, down)
     functions: tuple[Any, Any] = (_First.apply, _Down.apply)
+    weights = None if weights is None else weights.contiguous()
     rows: Tensor = functions[0](x.contiguous(), first, slots, ends)
     if callable(activation):
         gate, up = rows.chunk(2, dim=-1)

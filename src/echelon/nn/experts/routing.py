@@ -115,7 +115,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     """
     kernels = _gate_kernels(scores, count)
     if kernels is not None:
-        indices: Tensor = kernels.largest(scores.detach().reshape(-1, scores.shape[-1]), count)
+        indices: Tensor = kernels.largest(scores.detach().reshape(-1, scores.shape[-1]).contiguous(), count)
         return indices.view(*scores.shape[:-1], count)
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
@@ -140,20 +140,20 @@ class _TopSoftmax(torch.autograd.Function):
         rows = logits.reshape(-1, logits.shape[-1]).contiguous()
         found: tuple[Tensor, ...] = _gate_kernels(rows, count).top_softmax(rows, count, normalize)
         ctx.save_for_backward(*found)
-        ctx.mark_non_differentiable(found[1])
         ctx.set_materialize_grads(False)
-        ctx.normalize = normalize
+        ctx.shape, ctx.normalize = logits.shape, normalize
         return tuple(each.view(*logits.shape[:-1], -1) for each in found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         found = ctx.saved_tensors
-        given = (None if each is None else each.contiguous() for each in (gradients[0], gradients[2]))
+        given = [None if each is None else each.contiguous() for each in (gradients[0], gradients[2])]
+        if all(each is None for each in given):
+            return None, None, None
         kernels = _gate_kernels(found[0], found[1].shape[1])
         gradient: Tensor = kernels.top_softmax_gradient(*given, *found, ctx.normalize)
-        shape = next(each.shape[:-1] for each in (gradients[0], gradients[2]) if each is not None)
-        return gradient.view(*shape, -1), None, None
+        return gradient.view(ctx.shape), None, None
 
 
 def finish(gate: Gate, x: Tensor, choice: Choice, rows: Sequence[Tensor] = ()) -> Routing:
@@ -201,7 +201,7 @@ def _tokens_and_entropy(
     probabilities, logits = choice.probabilities, choice.logits
     kernels = _gate_kernels(logits, indices.shape[-1])
     if kernels is not None and is_true is None:
-        rows = (each.flatten(0, 1).contiguous() for each in (indices, probabilities, logits))
+        rows = (each.flatten(0, 1).contiguous() for each in (indices, probabilities.float(), logits))
         sums: Tensor = kernels.statistics(*rows)
         return list(sums.unbind(0))
     entropy = _sum(torch.special.entr(probabilities) + logits * 0, is_true)

@@ -161,8 +161,10 @@ def tma_kernels_for(rows: Tensor, other: Tensor, ends: Tensor) -> Any:
 
 @cache
 def _has_descriptors() -> bool:
-    """Return whether this Triton has descriptors of tensors that a launch takes."""
-    return has_triton() and find_spec("triton.tools.tensor_descriptor") is not None
+    """Return whether this Triton has descriptors of tensors that a launch takes. AMD's (9, 0) is no Hopper."""
+    return (
+        torch.version.hip is None and has_triton() and find_spec("triton.tools.tensor_descriptor") is not None
+    )
 
 
 def is_native(*operands: Tensor) -> bool:

@@ -91,7 +91,8 @@ def _update(
     options = {key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")}
     beta1, beta2 = group["betas"]
     if factor != 1.0:
-        options |= {"grad_scale": torch.full((), 1.0 / factor), "found_inf": torch.zeros(())}
+        scale = torch.tensor(1.0 / factor, dtype=torch.float32)
+        options |= {"grad_scale": scale, "found_inf": torch.zeros_like(scale)}
     runs = (run for master in group["params"] for run in _runs(optimizer, master, *given[master], size))
     for portion in portions(runs, lambda run: len(run.master), size):
         parts, _, averages, squares, of_weights, steps = (list(each) for each in zip(*portion, strict=True))

@@ -290,8 +290,8 @@ def _update(optimizer: torch.optim.Optimizer, factor: float) -> None:
     make_momentum(optimizer, parameters)
     # The kernel reads a float32 scale, which is too coarse for float64 gradients.
     if factor != 1.0 and all(gradient.dtype == torch.float32 for gradient in gradients):
-        optimizer.grad_scale = torch.full((), 1.0 / factor)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        scale = torch.tensor(1.0 / factor, dtype=torch.float32)
+        optimizer.grad_scale, optimizer.found_inf = scale, torch.zeros_like(scale)  # type: ignore[attr-defined]
     else:
         _scale(gradients, factor)
     optimizer.step()
