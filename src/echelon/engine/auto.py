@@ -7,9 +7,7 @@ measures and broadcasts its answer. The bandwidth is that of a broadcast among a
 
 import copy
 import os
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.collectives import Group, Ledger, group_over
+from echelon.collectives import Ledger, group_over
 from echelon.collectives.agreement import agree_on_every_rank, decide_on_rank_0
 from echelon.collectives.mesh import this_device
 from echelon.engine.model_checks import accept_model
@@ -37,13 +35,10 @@ from echelon.parallel.own_loss import choose_loss
 from echelon.parallel.tensor.styles import Table
 from echelon.plan import AUTO, Plan
 from echelon.planner import partition, profile
-from echelon.planner.cluster.here import cluster_of_reports, report_of_rank
+from echelon.planner.cluster.here import PROBE, cluster_of_reports, report_of_rank, seconds_of
 from echelon.planner.searching.choice import choose
 from echelon.planner.searching.request import Request, is_request
 from echelon.planner.shape.shape import ModelShape
-
-_PROBE, _TIMES = 4 * 2**20, 5  # bytes, how often
-
 
 Resolved = tuple[Plan, Sequence[int] | None]  # without `auto`, and before which layers its stages begin
 
@@ -66,7 +61,8 @@ def resolve(
         return replace(plan, pipeline=1), None
     assert dist.group.WORLD is not None
     group = group_over("all", dist.group.WORLD, Ledger())
-    bandwidth = _measure_bandwidth(group, device)
+    message = torch.zeros(PROBE, dtype=torch.uint8, device=device)
+    bandwidth = PROBE / seconds_of(partial(group.broadcast, message), group)
     group.close()
     chosen = decide_on_rank_0(lambda: _choose(model, plan, sample_batch, workers, bandwidth, device))
     return _resolved(plan, chosen["replicas"], chosen["layers"])
@@ -110,20 +106,6 @@ def _resolved(plan: Plan, replicas: list[int], layers: list[int]) -> Resolved:
         return replace(plan, pipeline=1, data=plan.data * replicas[0]), None
     boundaries = [sum(layers[:number]) for number in range(1, len(layers))]
     return replace(plan, pipeline=tuple(replicas)), boundaries
-
-
-def _measure_bandwidth(group: Group, device: torch.device) -> float:
-    """Bytes per second of a large message between ranks."""
-    message = torch.zeros(_PROBE, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(1 + _TIMES):  # the first one opens connections
-        group.barrier()
-        start = time.perf_counter()
-        group.broadcast(message)
-        if message.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return _PROBE / statistics.median(seconds[1:])
 
 
 # Plan "auto": the planner chooses for the model, the batch, the ranks and the devices that are there. Each

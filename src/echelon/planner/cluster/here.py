@@ -8,8 +8,9 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,7 @@ from echelon.planner.cluster.read import calibration, device_of, make_cluster
 # Of a GPU without calibration: PCIe 4.0 with 16 lanes, as large copies reach it, and 16 of its cores.
 _PCIE = Link(20e9, 50e-6)
 _CORES = 64
-_PROBE, _TIMES = 4 * 2**20, 5  # bytes of a large message, how often
+PROBE, _TIMES = 4 * 2**20, 5  # bytes of a large message, how often
 _MOST_RANKS = 8  # that measure a processor; more only share its cores further
 
 
@@ -115,20 +116,22 @@ def _measure_link(device: torch.device) -> Link:
     assert dist.group.WORLD is not None
     group = group_over("all", dist.group.WORLD, Ledger())
     try:
-        small, large = (_seconds_of_sum(group, size, device) for size in (4, _PROBE))
+        messages = [torch.zeros(size // 4, device=device) for size in (4, PROBE)]
+        small, large = (seconds_of(partial(group.all_reduce, each), group) for each in messages)
     finally:
         group.close()
-    moved = 2 * (group.size - 1) / group.size * _PROBE
+    moved = 2 * (group.size - 1) / group.size * PROBE
     return Link(moved / max(large - small, 1e-9), small / 2)
 
 
-def _seconds_of_sum(group: Group, size: int, device: torch.device) -> float:
-    message, times = torch.zeros(size // 4, device=device), []
+def seconds_of(send: Callable[[], object], group: Group) -> float:
+    """The median of a message that all ranks send together; the first one opens connections."""
+    times = []
     for _ in range(1 + _TIMES):
         group.barrier()
         start = time.perf_counter()
-        group.all_reduce(message)
-        if message.is_cuda:
+        send()
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return median(times[1:])
