@@ -230,11 +230,11 @@ class Ways:
         self._begin = 0
 
     def start(self) -> None:
-        self._begin = torch.autograd._get_sequence_nr()
+        self._begin = torch._C._autograd._get_sequence_nr()
 
     def is_new(self) -> bool:
         """Return whether no step before had as many nodes since `start`."""
-        count = torch.autograd._get_sequence_nr() - self._begin
+        count = torch._C._autograd._get_sequence_nr() - self._begin
         is_new = count not in self._known
         self._known.add(count)
         return is_new
