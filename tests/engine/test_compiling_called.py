@@ -17,6 +17,7 @@ from echelon.launching import Ranks
 from echelon.models import cross_entropy
 from echelon.nn.huggingface.modules import without_cache
 from echelon.nn.layering import name_layers
+from echelon.parallel.pipeline import split_model
 from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge
@@ -48,6 +49,16 @@ def test_an_architecture_that_is_not_known_has_its_blocks_too() -> None:
     parts = ("block.0", "block.1", "final_layer_norm")
     expected = [f"{stack}.{part}" for stack in ("encoder", "decoder") for part in parts]
     assert compiled_names(encoders.make("t5")) == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "makes_masks"), [("zero=3", False), ("recompute=full", False), ("context=2", True)]
+)
+def test_what_makes_a_mask_is_compiled_only_where_there_is_none(plan: str, *, makes_masks: bool) -> None:
+    """A mask is made whole while it is traced, and attention takes twice as long."""
+    stage = one_stage(split_model(models.make("llama"), []).stages[0])
+    kinds = [type(module).__name__ for module in compiled_modules(stage, Plan.parse(f"{plan} compile=true"))]
+    assert kinds.count("DecoderLayer" if makes_masks else "LlamaDecoderLayer") == 3
 
 
 def test_layers_that_the_user_names_are_compiled_each_by_itself() -> None:
@@ -160,7 +171,7 @@ GRAPHS = [
     ("llama", "microbatches=2", 2),
     ("llama", "data=2 zero=3", 3),
     ("llama", "tensor=2", 2),
-    ("llama", "recompute=selective microbatches=2", 4),
+    ("llama", "recompute=selective microbatches=2", 3),
     ("gpt2", "microbatches=2 precision=bf16", 2),
     ("gpt2", "tensor=2", 2),
     ("vit", "data=2 microbatches=2", 3),

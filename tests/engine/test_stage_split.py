@@ -16,6 +16,7 @@ from echelon.errors import UserError
 from echelon.nn.layering import listed_layers
 from echelon.plan import Plan
 from echelon.program import Op
+from tests.nn.huggingface import models
 from tests.parallel.pipeline.models import Hidden, perceptron
 
 
@@ -294,3 +295,10 @@ def test_forwards_that_were_replaced_and_would_never_run_are_named() -> None:
     model.trunk.forward = torch.tanh  # type: ignore[method-assign]
     with pytest.raises(UserError, match="trunk had forward replaced"):
         split_stages(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
+
+
+@pytest.mark.parametrize(("plan", "by_layers"), [("recompute=full", True), ("recompute=selective", False)])
+def test_only_what_is_about_layers_keeps_a_forward_from_running(plan: str, *, by_layers: bool) -> None:
+    """Layers of transformers are made on the fly: its forward calls none of them."""
+    mesh = Mesh.pretend(Plan.parse(plan), 0)
+    assert split_stages(models.make("llama"), mesh, None, by_layers=False).by_layers == by_layers
