@@ -24,6 +24,8 @@ TESTED_ELSEWHERE = {
     "optim.py",
     "sequence.py",
     "version.py",
+    "engine/layer_compiler.py",
+    "engine/layer_passes.py",
     "engine/setup.py",
 }
 
@@ -59,7 +61,7 @@ def definitions() -> Iterator[Definition]:
 def test_there_are_few_rooms_and_files() -> None:
     rooms = {path.relative_to(SOURCES).parts[0] for path in FILES if path.parent != SOURCES}
     assert len(rooms) <= 17
-    assert len(FILES) <= 560
+    assert len(FILES) <= 500
     folders = Counter(path.parent.relative_to(SOURCES).as_posix() for path in FILES)
     assert {folder: count for folder, count in folders.items() if count > 20} == {}
 

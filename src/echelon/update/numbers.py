@@ -46,7 +46,7 @@ class Counted(NamedTuple):
         """Return the sums with another loss; None where one of its numbers is on the device."""
         if isinstance(amount, Tensor) or isinstance(weighted, Tensor):
             return None
-        return Counted(self.amount + amount, self.weighted + weighted)
+        return Counted(self.amount + float(amount), self.weighted + float(weighted))  # numpy's too
 
 
 class Scaling(NamedTuple):

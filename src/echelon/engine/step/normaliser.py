@@ -91,7 +91,7 @@ class LossNormaliser:
             return StepNormaliser(1.0, lambda: (Counts(1.0, 1.0, 1.0), None), is_only=False, local=None)
         reads = self._is_first or not self._deferred
         self._has_pair = self._has_pair or (self._last is not None and self._last.has_pair)
-        count = partial(self._count, batch, samples, count_before, own_loss=own_loss, reads=reads)
+        count = partial(self._count, _targets(batch), samples, count_before, own_loss=own_loss, reads=reads)
         is_late = self._may_be_late and not self._is_first and not self._has_pair
         if is_late and own_loss:
             self._latest = None
@@ -112,11 +112,11 @@ class LossNormaliser:
         return normaliser
 
     def _count(
-        self, batch: Any, samples: int, count_before: Number | None, *, own_loss: bool, reads: bool
+        self, targets: Any, samples: int, count_before: Number | None, *, own_loss: bool, reads: bool
     ) -> tuple[Counts, Number | None]:
         """Return the counts of an update, and that of (total, count), if an earlier step tells."""
         device = None if reads else self._mesh.device
-        counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
+        counts = self._over_replicas(count_targets(targets, samples, device), reads=reads)
         expected = None
         if own_loss:
             expected = None if count_before is None else _expected(counts, self._before, count_before)
@@ -235,7 +235,7 @@ class StepNormaliser:
         """Count, if that was not done yet."""
         if self._counts is None:
             self._counts, self._expected = self._count()
-            self._samples = self._counts.samples
+            self._samples, self._count = self._counts.samples, _refuse_to_count  # and lets go of the targets
         return self._counts
 
     def numbers(self) -> tuple[Number | None, ...]:

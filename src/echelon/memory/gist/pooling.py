@@ -29,10 +29,10 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def suits(x: Tensor, window: "Window") -> bool:
-    """Return whether the kernels take such a tensor. torch refuses wide paddings, and outputs of nothing."""
-    if x.dtype not in _DTYPES or x.dim() not in (3, 4) or not x.is_contiguous() or x.numel() >= _MOST:
+    """Return whether the kernels take such a tensor. torch refuses other paddings, strides and sizes."""
+    if x.dtype not in _DTYPES or x.dim() not in (3, 4) or not x.is_contiguous() or not 0 < x.numel() < _MOST:
         return False
-    if window.bits != 4 or window.dilation != (1, 1):
+    if window.bits != 4 or window.dilation != (1, 1) or min(window.padding) < 0 or min(window.stride) < 1:
         return False
     is_wide = any(2 * padding > kernel for padding, kernel in zip(window.padding, window.kernel, strict=True))
     return not is_wide and 0 < window.output_size(x.size()).numel() < _MOST

@@ -161,10 +161,10 @@ def tma_kernels_for(rows: Tensor, other: Tensor, ends: Tensor) -> Any:
 
 @cache
 def _has_descriptors() -> bool:
-    """Return whether this Triton has descriptors of tensors that a launch takes. AMD's (9, 0) is no Hopper."""
-    return (
-        torch.version.hip is None and has_triton() and find_spec("triton.tools.tensor_descriptor") is not None
-    )
+    """Return whether this Triton has descriptors of tensors that a launch takes."""
+    if torch.version.hip is not None:
+        return False  # a chip of AMD that calls itself (9, 0) is no Hopper
+    return has_triton() and find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def is_native(*operands: Tensor) -> bool:

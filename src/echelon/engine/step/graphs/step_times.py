@@ -4,7 +4,6 @@ host      passes ──────── update ──── …      a device 
 device      passes ─────────── update        where the host asks for them by a replay, it need not
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
@@ -57,9 +56,9 @@ class StepTimes:
         on_device = _on_device(counted)
         if len(on_device) < len(counted):
             return None
-        passes = statistics.mean(each.host_seconds for each in counted)
-        step = statistics.mean(self.steps[-_COUNTED:] or [passes])
-        return _Seconds(statistics.mean(on_device), passes, step)
+        # The least of each: a pause of the host (garbage, a slow observer) is no property of the step.
+        passes = min(each.host_seconds for each in counted)
+        return _Seconds(min(on_device), passes, min(self.steps[-_COUNTED:] or [passes]))
 
 
 def _on_device(timings: Sequence[Timing]) -> list[float]:
