@@ -100,7 +100,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     assert found.isfinite().all()
-    return float((found.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+    distance = (found.detach().cpu().double() - expected.detach()).norm()
+    return float(distance / expected.detach().norm().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
