@@ -64,7 +64,7 @@ mutants: .venv/.installed-dev  ## mistakes, planted and drawn by a seed, which t
 lint: .venv/.installed-dev  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy -n 2
 
 bench: .venv/.installed-dev ## measure, and write benchmarks/results
 	@$(BIN)/python -m benchmarks $(NAME) --out benchmarks/results

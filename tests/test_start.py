@@ -24,6 +24,7 @@ def steps_of_page() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_tutorial_leads_to_a_model_that_writes(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name, arguments in {"echelon": "-m echelon", "python": ""}.items():

@@ -25,7 +25,7 @@ Warm = Callable[[int], Ranks]
     ("plan", "boxes"),
     [
         ("data=2", [None]),
-        ("data=2 zero=1", [(2, 6), (1, 2)]),  # the first 14 of 28 elements
+        ("data=2 zero=2", [(2, 6), (1, 2)]),  # the first 14 of 28 elements
         ("data=2 tensor=2", [None]),
     ],
 )
@@ -48,7 +48,7 @@ def _sizes(box: Box) -> tuple[int, ...] | None:
 @pytest.mark.usefixtures("packed")
 def test_statistics_are_owned_whole_and_once() -> None:
     """Of a part of 3 elements, 3 rows would pass for its elements."""
-    update, _ = update_of("data=2 zero=1", Adafactor)
+    update, _ = update_of("data=2 zero=2", Adafactor)
     for local in update._stages.local_parameters():
         local.tensor.grad = torch.ones_like(local.tensor)
     update.stepper.step(1.0)

@@ -31,6 +31,12 @@ class Stepper:
     def after_unit(self, local: list[LocalParameter], skip: object) -> None:
         self.after.append((len(local), skip, self.is_present))
 
+    def changed(self) -> list[LocalParameter]:
+        return []
+
+    def end_rehearsal(self, changed: list[LocalParameter]) -> None:
+        self.calls.append(("end", changed))
+
     def check_gradients(self, local: list[LocalParameter]) -> None:
         self.calls.append(("check", len(local), self.is_present))
 

@@ -19,7 +19,7 @@ from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.memory import Memory
 from echelon.models import Transformer, build, cross_entropy, preset
-from echelon.nn.experts import softmax_gates
+from echelon.nn.experts import routing
 from echelon.plan import Plan
 
 STEPS = 3  # the first has checks that later ones have not; in any one, the peak may be between two samples
@@ -47,7 +47,7 @@ def choose_evenly(scores: Tensor, count: int) -> Tensor:
 
 def train(name: str, plan: str, samples: int) -> tuple[list[Bytes], Memory]:
     with (
-        patch.object(softmax_gates, "largest", choose_evenly),
+        patch.object(routing, "largest", choose_evenly),
         echelon.parallelize(
             tiny(name), plan, optimizer=adamw, loss=cross_entropy, audit="off", smallest_unit=256
         ) as engine,

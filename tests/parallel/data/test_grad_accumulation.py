@@ -346,7 +346,7 @@ def test_a_product_of_16_bits_is_added_to_a_float32_sum_without_being_rounded(
 
     monkeypatch.setattr(torch, "addmm", addmm)
     total, left, right = torch.ones(2, 2), torch.full((2, 1), 1 + 2.0**-7), torch.full((1, 2), 1 + 2.0**-7)
-    grad_accumulation._add_product(total, left.bfloat16(), right.bfloat16())
+    grad_accumulation.add_product(total, left.bfloat16(), right.bfloat16())
     assert torch.equal(total, torch.full((2, 2), 1 + (1 + 2.0**-7) ** 2))
 
 

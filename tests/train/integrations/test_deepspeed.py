@@ -7,6 +7,7 @@ import pytest
 from tests.train.integrations import packages
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_what_each_stage_of_zero_has_saved(tmp_path: Path) -> None:
     packages.need("deepspeed", "hjson", "cpuinfo", "ninja")
     cases = ("zero1", "zero2", "zero3", "elastic")
@@ -20,6 +21,7 @@ def test_training_goes_on_from_what_each_stage_of_zero_has_saved(tmp_path: Path)
         assert len(set(theirs)) == 3
 
 
+@pytest.mark.slow
 def test_weights_of_16_bits_and_those_without_zero_are_read(tmp_path: Path) -> None:
     packages.need("deepspeed", "hjson", "cpuinfo", "ninja")
     found = packages.run_program("deepspeed_checkpoints.py", "bf16", "plain", ranks=2, folder=tmp_path)
@@ -27,6 +29,7 @@ def test_weights_of_16_bits_and_those_without_zero_are_read(tmp_path: Path) -> N
     assert found["bf16"]["cut"]["losses"] == pytest.approx(found["bf16"]["theirs"], abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_pair_of_the_page_comes_to_the_same_losses() -> None:
     packages.need("deepspeed", "hjson", "cpuinfo", "ninja")
     found = packages.run_program("migrate_pair.py", "deepspeed", ranks=2)

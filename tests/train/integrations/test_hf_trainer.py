@@ -194,7 +194,7 @@ def test_an_optimizer_with_whole_parameters_is_refused(tmp_path: Path) -> None:
         trainer.create_optimizer()
 
 
-@pytest.mark.slow_cases("data=2 precision=fp64")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2 precision=fp64", "pipeline=2 microbatches=2 precision=fp64"])
 def test_the_sft_trainer_of_trl_trains_as_without_a_plan(plan: str) -> None:
     packages.need("trl", "datasets")
