@@ -289,6 +289,7 @@ def train(plan: str, own: bool) -> tuple[str, float, float, str]:
         return str(engine.mesh.plan), float(loss), sum(engine.memory().peak.values()), printed.getvalue()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("own", [False, True])
 def test_ranks_agree_and_the_printed_plan_gives_the_same(warm_ranks: Warm, own: bool) -> None:
     first, second = warm_ranks(2).run(train, "auto", own)

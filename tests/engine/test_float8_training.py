@@ -89,6 +89,7 @@ def in_bf16() -> dict[str, Trained]:
     return {name: train(name, "precision=bf16") for name in MODELS}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_learns_as_bf16_does(
     name: str, on_one_device: dict[str, Trained], in_bf16: dict[str, Trained]
@@ -118,7 +119,7 @@ PLANS = (
 )
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_are_nearer_to_one_device_than_that_is_to_bf16(

@@ -82,6 +82,7 @@ def case(make: Make, batch: Any = tokens) -> Case:
     return Case(make, batch, F.cross_entropy, sgd, steps=4, clip=None)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("case", "plan"),
     [

@@ -82,7 +82,7 @@ def test_on_one_rank(plan: str) -> None:
     check_parts(plan, False)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
     "plan",

@@ -203,6 +203,7 @@ def plain(folder: Path) -> tuple[list[tuple[float, int, float]], dict[str, Tenso
         return results, state, scores, loss.item()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "plan", ["data=2 zero=3", "pipeline=2 microbatches=2", "data=2 microbatches=2", "tensor=2"]
 )

@@ -65,6 +65,7 @@ def test_some_random_plans_are_equal_to_one_device(wish: Wish, runner: Runner) -
     run(WISHES.index(wish), 1, runner, [])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("line", OF_OTHERS, ids=lambda line: line.split("model=")[1].split()[0])
 def test_a_model_of_transformers_is_equal_with_options_of_parallelize(line: str, runner: Runner) -> None:
     attempt = runner.run(RandomTraining.parse(line))

@@ -99,6 +99,7 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert len(set(windows)) == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_holistic_trace_analysis_finds_the_same(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

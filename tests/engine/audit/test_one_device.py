@@ -210,6 +210,7 @@ def train_llama(plan: str) -> tuple[list[str], Record]:
     return list(map(str, engine.audit)), record
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow), "tensor=2"])
 def test_tied_weights_of_a_llama(warm_ranks: Warm, plan: str) -> None:
     results = warm_ranks(2).run(train_llama, plan)

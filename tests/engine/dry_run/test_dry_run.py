@@ -94,7 +94,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "plan"), PLANS)
 def test_bytes_are_those_of_real_ranks(name: str, plan: str, warm_ranks: Callable[[int], Ranks]) -> None:
     ranks = Plan.parse(plan).ranks

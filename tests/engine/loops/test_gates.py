@@ -71,6 +71,7 @@ PLANS = ["data=2 microbatches=2", "data=2 expert=2 zero=3", "pipeline=2 microbat
 MORE = ["data=2 zero=1", "tensor=2", "context=2", "pipeline=2 schedule=gpipe microbatches=2"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["loss", "balances itself"])
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE)])
 def test_each_batch_is_one_of_the_balance(warm_ranks: Warm, gate: str, plan: str) -> None:

@@ -75,6 +75,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.slow_cases(
     "gpt-data=2 zero=1", "llama-data=2 tensor=2 zero=3", "llama-data=2 zero=3", "llama-tensor=2 pipeline=2"
 )

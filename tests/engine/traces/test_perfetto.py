@@ -73,6 +73,7 @@ def train(plan: str, path: Path) -> tuple[int, Program, list[int]]:
         return engine.mesh.group("pipeline").rank, engine.program, moves
 
 
+@pytest.mark.quick_cases(1)
 @needs_perfetto
 @pytest.mark.parametrize(
     ("plan", "ranks"),

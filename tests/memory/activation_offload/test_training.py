@@ -29,6 +29,7 @@ CASES: dict[str, tuple[Make, str]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("gpt, recompute", "transformers' llama")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_to_the_last_bit(name: str) -> None:

@@ -57,6 +57,7 @@ MORE = [
 ALL = [f"{plan} recompute={kind}" for plan in MORE for kind in ("full", "sqrt")]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(
     "context=2 recompute=full",
     "data=2 zero=3 recompute=sqrt",

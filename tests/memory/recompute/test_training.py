@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Make, str, int | None]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("llama", "transformers' gpt2", "transformers' llama")
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same_to_the_last_bit(name: str) -> None:

@@ -118,6 +118,7 @@ FAST = (
 )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases(*(each for each in IDS if each not in FAST))
 @pytest.mark.parametrize(("kind", "plan", "ranks"), PLANS, ids=IDS)
 def test_adapters_are_those_of_one_device_in_plain_peft(

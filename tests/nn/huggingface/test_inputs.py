@@ -80,6 +80,7 @@ def check(trained: dict[str, Any], padding: str) -> None:
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-9, msg=f"{kind} {name}")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("data=2 zero=3-right")
 @pytest.mark.parametrize(
     ("plan", "padding"),

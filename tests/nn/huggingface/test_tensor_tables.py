@@ -65,6 +65,7 @@ def test_the_other_families(kind: str) -> None:
     prove(kind, "tensor=2 sequence=true", steps=4, **VOCABULARY)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.slow_cases("phi3")
 @pytest.mark.parametrize("kind", ["gemma2", "phi3", "falcon"])
 def test_attention_of_other_kinds(kind: str) -> None:

@@ -73,6 +73,7 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("make", [adamw, momentum, torch.optim.Adafactor])
 @pytest.mark.parametrize(
     ("plan", "types"),
@@ -100,6 +101,7 @@ def test_a_weight_that_is_used_twice_is_summed_in_float32() -> None:
 
 
 # torch hides this warning of its compiler by what an error passes by.
+@pytest.mark.quick_cases(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("plan", ["microbatches=2", "microbatches=1"])
 def test_compiled_layers_are_recorded_once_and_train_to_the_same_bits(plan: str) -> None:

@@ -161,6 +161,7 @@ ONE_SIDED = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_experts_without_a_token_decay_as_on_one_device(kind: str) -> None:
     """Those of the second rank never see one: without a gradient of zero, an optimizer left them out. Dropped

@@ -70,7 +70,7 @@ def without_small(sent: dict[tuple[str, str, str], int]) -> dict[tuple[str, str,
     return {key: size for key, size in sent.items() if size and key[2] not in SMALL and key[0] != "host"}
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("model", "text"), EVERY_AXIS)
 def test_bytes_are_those_of_the_code(model: str, text: str) -> None:
     config, plan = MODELS[model], Plan.parse(text)

@@ -106,6 +106,7 @@ def train_under(plan: str, folder: str, options: dict[str, Any], resume: str | N
         reset_accelerate()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
