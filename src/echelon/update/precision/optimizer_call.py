@@ -114,20 +114,20 @@ class DeviceCall(OptimizerCall):
     def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor | None, skip: Flag) -> None:
         """`scale`: None where gradients are those of the mean. Kernels that are given one write gradients."""
         optimizer: torch.optim.Optimizer = self._optimizer
-        told: dict[str, Tensor] = {}
+        attributes: dict[str, Tensor] = {}
         if scale is not None:
             # The kernels read float32 of it, which is too coarse for float64 gradients.
             if all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters):
-                told["grad_scale"] = scale.reciprocal().float()
+                attributes["grad_scale"] = scale.reciprocal().float()
             else:
                 _scale(parameters, scale)
         if self._needs_flags or skip is not False:
-            told["found_inf"] = on_device(skip, parameters).float()
-        vars(optimizer).update(told)
+            attributes["found_inf"] = on_device(skip, parameters).float()
+        vars(optimizer).update(attributes)
         try:
             optimizer.step()
         finally:
-            for name in told:
+            for name in attributes:
                 delattr(optimizer, name)
 
 
