@@ -214,6 +214,10 @@ class LocalStages:
                 flags[list(Problem).index(problem)].add_(flag)
         return flags
 
+    def has_problems(self) -> bool:
+        """Return whether a sharing has looked for one in this step."""
+        return any(sharing.problems() for sharing in self.sharings)
+
     def norm_share(self) -> list[Tensor]:
         return [gradient for sharing in self.sharings for gradient in sharing.norm_share()]
 

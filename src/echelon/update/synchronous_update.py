@@ -125,7 +125,7 @@ class SynchronousUpdate(Update):
     ) -> None:
         self._is_own = own is not None
         is_plain = gates is None and tally.dim() == 1 and self.is_of_one_rank
-        if is_plain and not (self._refuses_next or self._loses_change):  # one rank alone finds no `Problem`
+        if is_plain and not (self._refuses_next or self._loses_change or self._stages.has_problems()):
             self._digest = 0.0  # no other rank has another one
             self._take(known if isinstance(known, RankNumbers) else self.numbers_of(tally, known))
             return
